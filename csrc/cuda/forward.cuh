@@ -1,0 +1,232 @@
+// The forward kernel: y = bias + sum over taps, for rows (vectors along the width) and channels_last (vectors along the
+// channels). It also computes grad_input for stride 1, which is the same sum over grad_output with the taps reversed.
+//
+// A thread owns one column (V elements side by side) of Rows output rows, keeps their sums in registers and streams the
+// input rows past them, `ahead` loads in flight; each input row is loaded once a thread and used for every output row
+// that reads it. A warp covers up to 32 neighbouring columns; a block stacks tiles, so that a halo row is found in L1.
+// Bytes: x once and y once, plus (Taps - 1) / Rows of x again from L1 or L2.
+#pragma once
+
+#include "launch.cuh"
+
+namespace depthconv::cuda {
+
+struct ForwardParameters {
+  DeviceTiling tiling;
+  FastDivisor channels;    // rows: output channels; channels_last: column vectors of one pixel
+  FastDivisor multiplier;
+  const void *input, *weight, *bias;
+  void* output;
+  Strides input_stride, output_stride;
+  int64_t weight_filter, weight_tap, bias_step;
+  int taps, fold;
+  int H, W, H_out;
+  int stride_h, stride_w, padding_h, padding_w, dilation_h;
+};
+
+// One thread's rows and columns of x, ready to stream.
+template <typename T>
+struct InputColumn {
+  const T* row;       // the row that tap 0 of output row 0 reads; may lie outside the plane
+  int64_t row_pitch;  // elements between rows that neighbouring taps read
+  int first, step;    // index of that row, and what a tap adds to it
+  int height;
+  bool inside;        // the column lies in the input, not in the width padding
+};
+
+template <typename T, int V>
+__device__ __forceinline__ Pack<T, V> load_row(const InputColumn<T>& x, int j) {
+  const bool valid = x.inside && static_cast<unsigned>(x.first + j * x.step) < static_cast<unsigned>(x.height);
+  return valid ? load<T, V>(x.row + j * x.row_pitch) : zero_pack<T, V>();
+}
+
+// Adds Taps taps to the sums of Rows output rows: input row j serves output row i with tap j - Step * i.
+template <int Taps, int Rows, int Step, bool ChannelsLast, typename T, int V>
+__device__ __forceinline__ void add_taps(accumulate_t<T> (&sum)[Rows][V], const InputColumn<T>& x, const T* weight,
+                                         int64_t weight_tap, int64_t weight_filter) {
+  using A = accumulate_t<T>;
+  constexpr int filters = ChannelsLast ? V : 1;
+  constexpr int input_rows = Step * (Rows - 1) + Taps;
+  constexpr int budget = sizeof(T) * V < 16 ? 16 : Taps == 8 ? 4 : 8;  // loads in flight; a chunk of 8 is in a larger kernel
+  constexpr int ahead = input_rows < budget ? input_rows : budget;
+  Pack<T, V> buffer[ahead];
+#pragma unroll
+  for (int j = 0; j < ahead; ++j) buffer[j] = load_row<T, V>(x, j);
+  A w[Taps][filters];
+#pragma unroll
+  for (int k = 0; k < Taps; ++k)
+#pragma unroll
+    for (int f = 0; f < filters; ++f) w[k][f] = widen(__ldg(weight + k * weight_tap + f * weight_filter));
+#pragma unroll
+  for (int j = 0; j < input_rows; ++j) {
+    A value[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) value[v] = widen(buffer[j % ahead].value[v]);
+    if (j + ahead < input_rows) buffer[j % ahead] = load_row<T, V>(x, j + ahead);
+#pragma unroll
+    for (int i = 0; i < Rows; ++i) {
+      const int k = j - Step * i;
+      if (k < 0 || k >= Taps) continue;
+#pragma unroll
+      for (int v = 0; v < V; ++v) sum[i][v] += w[k][ChannelsLast ? v : 0] * value[v];
+    }
+  }
+}
+
+// Blocks that must fit a multiprocessor: bounds the registers of a thread to 64, 80, 128 or 168.
+template <typename T, int V, int Taps, int Rows, bool ChannelsLast>
+constexpr int resident_blocks() {
+  if (V == 1 && sizeof(T) < 8) return 4;
+  if (forward_threads(V, Taps, Rows, ChannelsLast) == 128) return 3;
+  return Rows == 1 ? 3 : 2;
+}
+
+// Taps > 0: that many, compiled in. Taps == 0: any number, in chunks of 8, 4, 2 and 1, over `fold` input channels.
+template <typename T, int V, int Taps, int Rows, int Step, bool ChannelsLast>
+__global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast), resident_blocks<T, V, Taps, Rows, ChannelsLast>())
+    forward_kernel(const __grid_constant__ ForwardParameters p) {
+  using A = accumulate_t<T>;
+  unsigned tx, group_col, tile;
+  const unsigned ty = divide(threadIdx.x, p.tiling.block_cols, tx);
+  const unsigned group_line = divide(blockIdx.x, p.tiling.col_groups, group_col);
+  const unsigned col = group_col * p.tiling.block_cols.divisor + tx;
+  const unsigned line = group_line * p.tiling.block_lines + ty;
+  if (ty >= p.tiling.block_lines || col >= p.tiling.cols || line >= p.tiling.lines) return;
+  const unsigned plane = divide(line, p.tiling.tiles, tile);
+  const int ho = first_row(p.tiling, tile, Rows);
+  if (ho >= p.H_out) return;
+  unsigned n, channel, wo;
+  if (ChannelsLast) {
+    n = plane;
+    wo = divide(col, p.channels, channel);
+    channel *= V;
+  } else {
+    n = divide(plane, p.channels, channel);
+    wo = col * V;
+  }
+  unsigned unused;
+  const int64_t input_channel = static_cast<int64_t>(divide(channel, p.multiplier, unused)) * p.fold;
+  const int wi = static_cast<int>(wo) * p.stride_w - p.padding_w;
+
+  InputColumn<T> x;
+  x.first = ho * p.stride_h - p.padding_h;
+  x.step = p.dilation_h;
+  x.height = p.H;
+  x.inside = static_cast<unsigned>(wi) < static_cast<unsigned>(p.W);
+  x.row_pitch = p.dilation_h * p.input_stride.h;
+  x.row = static_cast<const T*>(p.input) + n * p.input_stride.n + input_channel * p.input_stride.c +
+          x.first * p.input_stride.h + wi * p.input_stride.w;
+  const T* weight = static_cast<const T*>(p.weight) + channel * p.fold * p.weight_filter;
+
+  A sum[Rows][V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int64_t filter = channel + (ChannelsLast ? v : 0);
+    const A bias = p.bias ? widen(__ldg(static_cast<const T*>(p.bias) + filter * p.bias_step)) : A(0);
+#pragma unroll
+    for (int i = 0; i < Rows; ++i) sum[i][v] = bias;
+  }
+  if constexpr (Taps > 0) {
+    add_taps<Taps, Rows, Step, ChannelsLast, T, V>(sum, x, weight, p.weight_tap, p.weight_filter);
+  } else {
+    for (int f = 0; f < p.fold; ++f) {
+      InputColumn<T> part = x;
+      const T* w = weight;
+      auto advance = [&](int taps) {
+        part.row += taps * part.row_pitch;
+        part.first += taps * part.step;
+        w += taps * p.weight_tap;
+      };
+      for (int left = p.taps >> 3; left > 0; --left, advance(8))
+        add_taps<8, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
+      if (p.taps & 4) {
+        add_taps<4, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
+        advance(4);
+      }
+      if (p.taps & 2) {
+        add_taps<2, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
+        advance(2);
+      }
+      if (p.taps & 1) add_taps<1, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
+      x.row += p.input_stride.c;
+      weight += p.weight_filter;
+    }
+  }
+  T* y = static_cast<T*>(p.output) + n * p.output_stride.n + channel * p.output_stride.c + wo * p.output_stride.w;
+  const int row_step = static_cast<int>(p.tiling.row_step.divisor);
+#pragma unroll
+  for (int i = 0; i < Rows; ++i) {
+    const int row = ho + i * row_step;
+    if (row < p.H_out) store<T, V>(y + row * p.output_stride.h, sum[i]);
+  }
+}
+
+using ForwardKernel = void (*)(ForwardParameters);
+
+template <typename T, int V, int Taps, int Step, bool ChannelsLast>
+ForwardKernel pick_rows(int rows) {
+  constexpr int tall = tall_rows(sizeof(T), V, Taps, ChannelsLast), low = low_rows(sizeof(T), V);
+  if constexpr (Step == 1 && tall != low)
+    if (rows == tall) return forward_kernel<T, V, Taps, tall, Step, ChannelsLast>;
+  if (rows == low) return forward_kernel<T, V, Taps, low, Step, ChannelsLast>;
+  return nullptr;
+}
+
+template <typename T, int V, bool ChannelsLast>
+ForwardKernel pick_kernel(const ForwardPlan& plan) {
+  if (plan.tiling.rows == 1) return forward_kernel<T, V, 0, 1, 1, ChannelsLast>;
+  if constexpr (!ChannelsLast && sizeof(T) != 8)
+    if (plan.step == 2) return pick_rows<T, V, 0, 2, ChannelsLast>(plan.tiling.rows);
+  if constexpr (sizeof(T) != 8) switch (plan.taps) {
+      case 3: return pick_rows<T, V, 3, 1, ChannelsLast>(plan.tiling.rows);
+      case 5: return pick_rows<T, V, 5, 1, ChannelsLast>(plan.tiling.rows);
+      case 7: return pick_rows<T, V, 7, 1, ChannelsLast>(plan.tiling.rows);
+      case 11: return pick_rows<T, V, 11, 1, ChannelsLast>(plan.tiling.rows);
+    }
+  return pick_rows<T, V, 0, 1, ChannelsLast>(plan.tiling.rows);
+}
+
+// Follows the plan, plan.images of the batch a launch. Returns null or the error's text.
+template <typename T>
+const char* launch_forward(const Convolution& c, const ForwardPlan& plan, cudaStream_t stream) {
+  constexpr int row_vector = 16 / sizeof(T), channel_vector = sizeof(T) == 8 ? 2 : 4;
+  for (int64_t n = 0; n < c.N; n += plan.images) {
+    Tiling tiling = plan.tiling;
+    tiling.lines = tiling.lines / c.N * std::min(plan.images, c.N - n);
+    tiling.blocks = tiling.col_groups * ceil_div(tiling.lines, tiling.block_lines);
+    ForwardParameters p;
+    p.tiling = DeviceTiling(tiling);
+    p.channels = FastDivisor(plan.channels_last ? c.C_out / plan.vector_width : c.C_out);
+    p.multiplier = FastDivisor(c.multiplier);
+    p.input = at<T>(c.input.data, n * c.input.stride.n);
+    p.weight = c.weight.data;
+    p.bias = c.bias.data;
+    p.output = const_cast<T*>(at<T>(c.output.data, n * c.output.stride.n));
+    p.input_stride = c.input.stride;
+    p.output_stride = c.output.stride;
+    p.weight_filter = c.weight.filter;
+    p.weight_tap = c.weight.tap;
+    p.bias_step = c.bias.step;
+    p.taps = static_cast<int>(c.K);
+    p.fold = static_cast<int>(c.fold);
+    p.H = static_cast<int>(c.H);
+    p.W = static_cast<int>(c.W);
+    p.H_out = static_cast<int>(c.H_out);
+    p.stride_h = static_cast<int>(c.stride.h);
+    p.stride_w = static_cast<int>(c.stride.w);
+    p.padding_h = static_cast<int>(c.padding.h);
+    p.padding_w = static_cast<int>(c.padding.w);
+    p.dilation_h = static_cast<int>(c.dilation.h);
+    ForwardKernel kernel = nullptr;
+    if (plan.channels_last)
+      kernel = plan.vector_width == 1 ? pick_kernel<T, 1, true>(plan) : pick_kernel<T, channel_vector, true>(plan);
+    else
+      kernel = plan.vector_width == 1 ? pick_kernel<T, 1, false>(plan) : pick_kernel<T, row_vector, false>(plan);
+    if (!kernel) return "depthconv: the plan names a kernel that was not compiled";
+    kernel<<<static_cast<unsigned>(tiling.blocks), plan.threads, 0, stream>>>(p);
+    if (const char* error = launch_error()) return error;
+  }
+  return nullptr;
+}
+
+}  // namespace depthconv::cuda

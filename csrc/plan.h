@@ -1,0 +1,404 @@
+// Which CUDA kernel runs a problem, with which vector width, tile and grid: pure functions of sizes, strides and
+// addresses, so that tests can pin them without a GPU. Nothing here is CUDA; the launchers only follow.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
+#include "arguments.h"
+
+namespace depthconv {
+
+// Division of n < 2^31 by a run-time constant: (mulhi(n, magic) + n) >> shift.
+struct FastDivisor {
+  uint32_t divisor = 1, magic = 0, shift = 0;
+  FastDivisor() = default;
+  explicit FastDivisor(int64_t value) : divisor(static_cast<uint32_t>(value)) {
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    magic = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
+  }
+};
+
+// How a kernel's threads cover a set of planes. A *line* is one tile of rows of one plane; a block takes `block_cols`
+// columns (a column is one vector wide) of `block_lines` lines. Lines are numbered tile first, then plane.
+// Tiles interleave: a tile holds `rows` rows that lie `row_step` apart, so that dilated taps meet within one tile.
+struct Tiling {
+  int rows = 1;          // rows a thread
+  int row_step = 1;      // distance between them
+  int cols = 1;          // vectors in a row
+  int tiles = 1;         // tiles a plane
+  int64_t lines = 0;     // tiles * planes
+  int block_cols = 1, block_lines = 1;
+  int col_groups = 1;    // blocks along a row
+  int64_t blocks = 0;    // col_groups * ceil(lines / block_lines)
+};
+
+constexpr int64_t index_limit = int64_t{1} << 30;  // 32-bit arithmetic, with room to add two of them
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline Tiling make_tiling(int64_t planes, int64_t height, int64_t cols, int rows, int row_step, int threads) {
+  Tiling t;
+  t.rows = rows;
+  t.row_step = row_step;
+  t.cols = static_cast<int>(cols);
+  t.tiles = static_cast<int>(ceil_div(ceil_div(height, row_step), rows) * row_step);
+  t.lines = planes * t.tiles;
+  // Even groups of at most 32 columns: a warp reads whole runs, the lines stacked in the block share halos in L1.
+  t.col_groups = static_cast<int>(ceil_div(cols, 32));
+  t.block_cols = static_cast<int>(ceil_div(cols, t.col_groups));
+  t.block_lines = threads / t.block_cols;
+  t.blocks = t.col_groups * ceil_div(t.lines, t.block_lines);
+  return t;
+}
+
+// Names of the kernels, as `explain` and the tests see them.
+namespace kernel_name {
+constexpr const char* rows = "rows";                    // vectors along the width, or scalars
+constexpr const char* channels_last = "channels_last";  // vectors along the channels
+constexpr const char* plain = "plain";                  // one element a thread, 64-bit indices
+constexpr const char* one_pass = "one_pass";
+constexpr const char* one_pass_channels_last = "one_pass_channels_last";
+constexpr const char* weight_gradient = "weight_gradient";
+constexpr const char* weight_gradient_channels_last = "weight_gradient_channels_last";
+constexpr const char* strided_input_gradient = "strided_input_gradient";
+constexpr const char* reduce = "reduce";
+}  // namespace kernel_name
+
+// A convolution that the forward kernels run: the forward itself, or grad_input of stride 1, which is a convolution of
+// grad_output with the taps reversed. Padding may be negative then.
+struct Convolution {
+  Dtype dtype = Dtype::float32;
+  int64_t N = 0, C_out = 0;
+  int64_t multiplier = 1;  // output channel co reads input channel co / multiplier
+  int64_t fold = 1;        // or, for grad_input, sums over input channels co * fold + [0, fold)
+  int64_t K = 0;
+  int64_t H = 0, W = 0, H_out = 0, W_out = 0;
+  Pair stride{1, 1}, padding{0, 0}, dilation{1, 1};
+  Operand input, output;
+  Filters weight;
+  PerFilter bias;
+};
+
+struct ForwardPlan {
+  const char* kernel = kernel_name::plain;
+  const char* reason = "";
+  bool channels_last = false;
+  int vector_width = 1;  // elements a load
+  int taps = 0;          // taps compiled in, 0: any number, in chunks
+  int step = 1;          // input rows (in units of the dilation) between a thread's output rows
+  int threads = 256;
+  int64_t images = 1;    // of the batch, a launch
+  Tiling tiling;
+};
+
+inline Convolution as_convolution(const ForwardArguments& a) {
+  const Geometry& g = a.geometry;
+  Convolution c;
+  c.dtype = a.dtype;
+  c.N = g.N;
+  c.C_out = g.C_out();
+  c.multiplier = g.multiplier;
+  c.K = g.K;
+  c.H = g.H;
+  c.W = g.W;
+  c.H_out = g.H_out;
+  c.W_out = g.W_out;
+  c.stride = g.stride;
+  c.padding = g.padding;
+  c.dilation = g.dilation;
+  c.input = a.input;
+  c.output = a.output;
+  c.weight = a.weight;
+  c.bias = a.bias;
+  return c;
+}
+
+// grad_input[i] = sum_k w[k] * grad_output[i + p - k * d]: taps reversed, padding d * (K - 1) - p. Stride 1 only.
+inline Convolution grad_input_as_convolution(const BackwardArguments& a) {
+  const Geometry& g = a.geometry;
+  Convolution c;
+  c.dtype = a.dtype;
+  c.N = g.N;
+  c.C_out = g.C;
+  c.fold = g.multiplier;
+  c.K = g.K;
+  c.H = g.H_out;
+  c.W = g.W_out;
+  c.H_out = g.H;
+  c.W_out = g.W;
+  c.padding = {g.dilation.h * (g.K - 1) - g.padding.h, -g.padding.w};
+  c.dilation = g.dilation;
+  c.input = a.grad_output;
+  c.output = a.grad_input;
+  c.weight.data = static_cast<char*>(a.weight.data) + a.weight.tap * (g.K - 1) * element_size(a.dtype);
+  c.weight.filter = a.weight.filter;
+  c.weight.tap = -a.weight.tap;
+  return c;
+}
+
+inline bool fits_32_bits(const Convolution& c) {
+  const int64_t values[] = {c.N,        c.C_out,      c.fold,      c.H,          c.W,        c.H_out,
+                            c.W_out,    c.stride.h,   c.stride.w,  c.K,          c.dilation.h};
+  for (int64_t value : values)
+    if (value >= index_limit) return false;
+  // Row indices run a tile and a chunk of taps past the last row.
+  return std::abs(c.padding.h) < index_limit && std::abs(c.padding.w) < index_limit &&
+         c.dilation.h * (c.K + 64) < index_limit && (c.H_out + 64) * c.stride.h < index_limit &&
+         c.W_out * c.stride.w < index_limit;
+}
+
+// Whether vectors of `width` elements along the width can be read from and written to this operand.
+inline bool rows_aligned(const Operand& operand, int width, int size) {
+  const Strides& s = operand.stride;
+  return s.w == 1 && s.h % width == 0 && s.c % width == 0 && s.n % width == 0 &&
+         reinterpret_cast<uintptr_t>(operand.data) % (static_cast<uintptr_t>(width) * size) == 0;
+}
+
+inline bool channels_aligned(const Operand& operand, int width, int size) {
+  const Strides& s = operand.stride;
+  return s.c == 1 && s.h % width == 0 && s.w % width == 0 && s.n % width == 0 &&
+         reinterpret_cast<uintptr_t>(operand.data) % (static_cast<uintptr_t>(width) * size) == 0;
+}
+
+// Taps that have a kernel of their own; the rest run in chunks of 8, 4, 2 and 1.
+inline int template_taps(Dtype dtype, int64_t K) {
+  if (dtype == Dtype::float64) return 0;
+  return K == 3 || K == 5 || K == 7 || K == 11 ? static_cast<int>(K) : 0;
+}
+
+// Rows a thread of a forward kernel owns: as many as its registers hold as sums, and half of that.
+constexpr int tall_rows(int size, int vector_width, int taps, bool channels_last) {
+  if (taps == 0 && vector_width > 1 && size < 8 && !channels_last) return vector_width == 8 ? 4 : 12;
+  return vector_width == 8 || channels_last || size == 8 ? 8 : 16;
+}
+constexpr int low_rows(int size, int vector_width) { return size == 2 && vector_width == 8 ? 4 : 8; }
+
+// Small blocks where many sums and taps want more than 128 registers a thread.
+constexpr int forward_threads(int vector_width, int taps, int rows, bool channels_last) {
+  const bool heavy = vector_width > 1 && rows > 1 && (taps == 0 || taps > 7 || vector_width == 8);
+  return heavy && (rows * vector_width >= 64 || channels_last || taps == 0) ? 128 : 256;
+}
+
+inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
+  auto plain = [](const char* reason) {
+    ForwardPlan plan;
+    plan.reason = reason;
+    return plan;
+  };
+  if (!fits_32_bits(c)) return plain("an extent needs 64-bit indices");
+  ForwardPlan plan;
+  const int size = element_size(c.dtype);
+  const bool channels_inner = c.output.stride.c == 1 && c.C_out > 1 && !(c.output.stride.w == 1 && c.W_out > 1);
+  const int64_t divisor = std::gcd(c.stride.h, c.dilation.h);
+  const int64_t step = c.stride.h / divisor;       // see Tiling: rows of a tile lie dilation / gcd apart, so that
+  const int64_t row_step = c.dilation.h / divisor; // output row i of a tile reads input rows (i * step + k) * dilation
+  int64_t cols = c.W_out, planes = c.N * c.C_out;
+  if (channels_inner) {
+    plan.kernel = kernel_name::channels_last;
+    plan.channels_last = true;
+    const int width = size == 8 ? 2 : 4;
+    const bool one_to_one = c.multiplier == 1 && c.fold == 1;
+    if (one_to_one && c.C_out % width == 0 && channels_aligned(c.input, width, size) &&
+        channels_aligned(c.output, width, size)) {
+      plan.vector_width = width;
+      plan.reason = "channels_last: vectors along the channels";
+    } else {
+      plan.reason = one_to_one ? "channels_last, but not aligned or not a multiple of the vector: one channel a thread"
+                               : "channels_last with a channel multiplier: one channel a thread";
+    }
+    cols = c.W_out * (c.C_out / plan.vector_width);
+    planes = c.N;
+  } else {
+    plan.kernel = kernel_name::rows;
+    const int width = 16 / size;
+    if (c.stride.w != 1 || c.padding.w != 0) {
+      plan.reason = "width stride or padding: one element a load";
+    } else if (c.input.stride.w != 1 || c.output.stride.w != 1) {
+      plan.reason = "the last axis is strided: one element a load";
+    } else if (c.W % width == 0 && rows_aligned(c.input, width, size) && rows_aligned(c.output, width, size)) {
+      plan.vector_width = width;
+      plan.reason = "rows start on 16 bytes: 16-byte vectors along the width";
+    } else {
+      plan.reason = "rows start off 16-byte boundaries: one element a load";
+    }
+    cols = c.W_out / plan.vector_width;
+  }
+  if (cols >= index_limit) return plain("a row has more columns than 32 bits count");
+  // Which compiled variant: tall tiles re-read fewer rows, short ones give small problems enough threads.
+  if (step == 1 && c.fold == 1) plan.taps = template_taps(c.dtype, c.K);
+  const int tall = tall_rows(size, plan.vector_width, plan.taps, plan.channels_last), low = low_rows(size, plan.vector_width);
+  int rows = 1;
+  if (step == 1) {
+    const int64_t tall_threads = planes * cols * ceil_div(c.H_out, tall);
+    const bool small = ceil_div(c.H_out, row_step) <= low || tall_threads < int64_t{multiprocessors} * 1024;
+    rows = small || c.fold > 1 ? low : tall;
+  } else if (step == 2 && !plan.channels_last && size != 8) {
+    rows = low;
+  }
+  plan.step = rows == 1 ? 1 : static_cast<int>(step);
+  plan.threads = forward_threads(plan.vector_width, plan.taps, rows, plan.channels_last);
+  plan.tiling =
+      make_tiling(planes, c.H_out, cols, rows, rows == 1 ? 1 : static_cast<int>(row_step), plan.threads);
+  // Lines and blocks are counted in 32 bits: a batch that has more goes in several launches.
+  const int64_t an_image = std::max(plan.tiling.lines, plan.tiling.blocks) / c.N + 1;
+  if (an_image >= index_limit) return plain("a single image has more rows than 32 bits count");
+  plan.images = std::min(c.N, index_limit / an_image);
+  return plan;
+}
+
+// Kernels that sum over a channel: a block keeps one channel (32 of them in channels_last), walks its share of the
+// channel's lines and leaves one partial sum a tap; `splits` blocks share a channel, `reduce` adds them in order.
+struct ReductionPlan {
+  const char* kernel = nullptr;
+  const char* reason = "";
+  bool channels_last = false;
+  int vector_width = 1;
+  int taps = 0;
+  int step = 1;
+  int threads = 128;
+  int tap_chunk = 0;   // taps a block sums
+  int tap_chunks = 1;  // blocks along the taps
+  int channel_groups = 1;
+  int splits = 1;
+  Tiling tiling;       // of one channel; channels_last: lines are (w, tile, n)
+};
+
+struct BackwardPlan {
+  bool plain = false;                // everything by the plain kernels
+  int plain_splits = 1;
+  const char* reason = "";
+  bool one_pass = false;             // grad_input, grad_weight (and grad_bias) by one kernel
+  bool input_by_forward = false;     // grad_input by a forward kernel
+  bool input_strided = false;        // grad_input by the strided gather
+  bool weight = false;               // grad_weight or grad_bias by the weight_gradient kernel
+  bool bias_in_one_pass = false;
+  int strided_vector_width = 1;
+  ReductionPlan one_pass_plan, weight_plan;
+  ForwardPlan input_plan;
+  int64_t workspace = 0;             // doubles
+};
+
+// Rows of x that a thread of one_pass holds beside their gradients.
+constexpr int one_pass_rows(int vector_width) { return vector_width == 8 ? 4 : 8; }
+
+constexpr int reduction_threads = 128;
+constexpr int shared_bytes = 48 * 1024;
+
+inline int taps_in_shared(Dtype dtype) {
+  // A sum and its compensation a tap and thread, and one for the bias.
+  const int accumulator = dtype == Dtype::float64 ? 8 : 4;
+  return shared_bytes / (reduction_threads * 2 * accumulator) - 1;
+}
+
+inline void split_channels(ReductionPlan& plan, int64_t channels, int multiprocessors) {
+  plan.channel_groups = static_cast<int>(plan.channels_last ? ceil_div(channels, 32) : channels);
+  const int64_t groups = int64_t{plan.channel_groups} * plan.tap_chunks;
+  const int64_t wanted = ceil_div(int64_t{multiprocessors} * 6, groups);
+  const int64_t turns = ceil_div(plan.tiling.blocks, std::min(wanted, plan.tiling.blocks));
+  plan.splits = static_cast<int>(ceil_div(plan.tiling.blocks, turns));
+}
+
+inline Tiling reduction_tiling(bool channels_last, int64_t N, int64_t height, int64_t width, int vector_width, int rows,
+                               int row_step) {
+  if (!channels_last) return make_tiling(N, height, width / vector_width, rows, row_step, reduction_threads);
+  Tiling t = make_tiling(N, height, 1, rows, row_step, reduction_threads);
+  t.lines *= width;
+  t.block_cols = 32;
+  t.block_lines = reduction_threads / 32;
+  t.blocks = ceil_div(t.lines, t.block_lines);
+  return t;
+}
+
+inline bool reads_channels_last(const Operand& operand, int64_t channels, int64_t width) {
+  return operand.stride.c == 1 && channels > 1 && !(operand.stride.w == 1 && width > 1);
+}
+
+inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessors) {
+  const Geometry& g = a.geometry;
+  BackwardPlan plan;
+  const bool want_input = a.grad_input.data, want_weight = a.grad_weight.data, want_bias = a.grad_bias.data;
+  ForwardArguments as_forward{g, a.dtype, a.input, a.weight, {}, a.grad_output};
+  const Convolution forward = as_convolution(as_forward);
+  Convolution transposed = grad_input_as_convolution(a);
+  const int size = element_size(a.dtype);
+  const int width = 16 / size;
+  const bool unit_stride = g.stride.h == 1 && g.stride.w == 1;
+  const double a_channel = static_cast<double>(g.N) * std::max(g.H, g.H_out) * std::max(g.W, g.W_out);
+  const double filters = static_cast<double>(g.C_out()) * (g.K + 1);
+  if (!fits_32_bits(forward) || !fits_32_bits(transposed) || a_channel >= index_limit || filters >= index_limit) {
+    plan.plain = true;
+    plan.reason = "an extent, or the elements of a channel, need 64-bit indices";
+    plan.plain_splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(256, index_limit / (g.C_out() * (g.K + 1)))));
+    if (want_weight || want_bias) plan.workspace = g.C_out() * (g.K + 1) * plan.plain_splits;
+    return plan;
+  }
+  const bool flush_width = g.stride.w == 1 && g.padding.w == 0 && g.W % width == 0;
+  const int taps_at_most = taps_in_shared(a.dtype);
+  auto aligned = [&](const Operand& operand) { return rows_aligned(operand, width, size); };
+
+  if (want_input && want_weight && unit_stride && g.multiplier == 1 && g.K <= taps_at_most) {
+    plan.one_pass = true;
+    ReductionPlan& p = plan.one_pass_plan;
+    p.channels_last = reads_channels_last(a.input, g.C, g.W) && reads_channels_last(a.grad_output, g.C, g.W_out);
+    p.kernel = p.channels_last ? kernel_name::one_pass_channels_last : kernel_name::one_pass;
+    const bool vectors = !p.channels_last && flush_width && aligned(a.input) && aligned(a.grad_output) &&
+                         aligned(a.grad_input);
+    p.vector_width = vectors ? width : 1;
+    p.reason = p.channels_last ? "stride 1, channels_last: one pass, one channel a thread"
+               : vectors       ? "stride 1, rows on 16 bytes: one pass, 16-byte vectors along the width"
+                               : "stride 1, rows off 16-byte boundaries or padded: one pass, one element a load";
+    p.taps = template_taps(a.dtype, g.K);
+    p.tap_chunk = static_cast<int>(g.K);
+    p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, one_pass_rows(p.vector_width),
+                                static_cast<int>(g.dilation.h));
+    split_channels(p, g.C, multiprocessors);
+    // Each grad_output row must lie in the window of some input row for its sum to be made on the way.
+    plan.bias_in_one_pass = want_bias && g.padding.w == 0 && g.padding.h <= g.dilation.h * (g.K - 1) &&
+                            g.H >= g.dilation.h;
+    plan.workspace += g.C * (g.K + 1) * p.splits;
+  } else if (want_input) {
+    if (unit_stride) {
+      plan.input_by_forward = true;
+      plan.input_plan = plan_forward(transposed, multiprocessors);
+    } else {
+      plan.input_strided = true;
+      const bool vectors = flush_width && aligned(a.grad_output) && aligned(a.grad_input);
+      plan.strided_vector_width = vectors ? width : 1;
+    }
+  }
+  const bool weight_left = want_weight && !plan.one_pass;
+  if (weight_left || (want_bias && !plan.bias_in_one_pass)) {
+    plan.weight = true;
+    ReductionPlan& p = plan.weight_plan;
+    const int64_t taps = weight_left ? g.K : 0;
+    p.channels_last = reads_channels_last(a.grad_output, g.C_out(), g.W_out) && reads_channels_last(a.input, g.C, g.W);
+    p.kernel = p.channels_last ? kernel_name::weight_gradient_channels_last : kernel_name::weight_gradient;
+    const bool vectors = !p.channels_last && flush_width && aligned(a.input) && aligned(a.grad_output);
+    p.vector_width = vectors ? width : 1;
+    p.reason = p.channels_last ? "channels_last: one channel a thread"
+               : vectors       ? "rows on 16 bytes: 16-byte vectors along the width"
+                               : "rows off 16-byte boundaries, strided or padded: one element a load";
+    const int64_t divisor = std::gcd(g.stride.h, g.dilation.h);
+    const int64_t step = g.stride.h / divisor;
+    const int rows = step == 1 ? 8 : 1;
+    p.step = 1;
+    p.tap_chunk = static_cast<int>(std::min<int64_t>(taps, taps_at_most));
+    p.tap_chunks = taps ? static_cast<int>(ceil_div(taps, p.tap_chunk)) : 1;
+    p.tiling = reduction_tiling(p.channels_last, g.N, g.H_out, g.W_out, p.vector_width, rows,
+                                rows == 1 ? 1 : static_cast<int>(g.dilation.h / divisor));
+    split_channels(p, g.C_out(), multiprocessors);
+    plan.workspace += g.C_out() * (g.K + 1) * p.splits;
+  }
+  return plan;
+}
+
+namespace cuda {
+int multiprocessors(int device);
+// Launch on `stream` (a cudaStream_t) of `device` and return without waiting: null, or what went wrong.
+const char* forward(const ForwardArguments& arguments, int device, void* stream);
+const char* backward(const BackwardArguments& arguments, const BackwardPlan& plan, double* workspace, int device, void* stream);
+}  // namespace cuda
+
+}  // namespace depthconv
