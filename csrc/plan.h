@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <cstdlib>
+inline int tune(const char* n, int d) { const char* v = getenv(n); return v ? atoi(v) : d; }
 
 #include "arguments.h"
 
@@ -89,6 +91,7 @@ struct ForwardPlan {
   int taps = 0;          // taps compiled in, 0: any number, in chunks
   int step = 1;          // input rows (in units of the dilation) between a thread's output rows
   int threads = 256;
+  bool march = false;    // down the rows of a tile through a queue, rather than a tile of registers
   int64_t images = 1;    // of the batch, a launch
   Tiling tiling;
 };
@@ -181,6 +184,51 @@ constexpr int forward_threads(int vector_width, int taps, int rows, bool channel
   return heavy && (rows * vector_width >= 64 || channels_last || taps == 0) ? 128 : 256;
 }
 
+// Kernels that march down a column: taps compiled in, rows of a tile chosen at run time.
+#define DEPTHCONV_MARCH_TAPS(X) \
+  X(3) X(5) X(7) X(9) X(11) X(13) X(17) X(19) X(21) X(31)
+constexpr int march_threads = 128;
+constexpr int march_depth = 8;  // rows in flight a thread, one of them in use
+
+// Vector width of a march: the ring of sums must fit the registers.
+constexpr int march_width(int size, int64_t taps, bool channels_last) {
+  const int most = channels_last ? (taps <= 11 ? 4 : 2) : taps <= 11 ? 8 : 4;
+  return most < 16 / size ? most : 16 / size;
+}
+
+// Blocks of 128 threads a multiprocessor: bounds the registers to 80, 96, 128, 168 or 255.
+constexpr int march_blocks(int size, int vector_width, int taps, bool channels_last) {
+  const int held = taps * vector_width + taps * (channels_last ? vector_width : 1) + vector_width + 36;
+  return held <= 64 ? 8 : held <= 80 ? 6 : held <= 96 ? 5 : held <= 128 ? 4 : held <= 168 ? 3 : 2;
+}
+
+constexpr int march_backward_width(int size, int64_t taps) {
+  const int most = taps <= 9 ? 8 : 4;
+  return most < 16 / size ? most : 16 / size;
+}
+
+constexpr int march_backward_blocks(int size, int vector_width, int taps) {
+  const int held = taps * (vector_width + 2) + 3 * vector_width + 44;
+  return held <= 64 ? 8 : held <= 80 ? 6 : held <= 96 ? 5 : held <= 128 ? 4 : held <= 168 ? 3 : 2;
+}
+
+// Rows of a marching tile: up to 64, halved while the threads would not fill the machine; then evened out.
+inline int march_rows(int64_t height, int64_t columns, int64_t resident) {
+  int64_t rows = tune("ROWS", 64);
+  while (rows > 8 && columns * ceil_div(height, rows) < resident) rows /= 2;
+  return static_cast<int>(ceil_div(height, ceil_div(height, rows)));
+}
+
+inline bool march_taps(int64_t K) {
+  switch (K) {
+#define DEPTHCONV_CASE(taps) case taps:
+    DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)
+#undef DEPTHCONV_CASE
+    return true;
+  }
+  return false;
+}
+
 inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
   auto plain = [](const char* reason) {
     ForwardPlan plan;
@@ -226,19 +274,34 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
     cols = c.W_out / plan.vector_width;
   }
   if (cols >= index_limit) return plain("a row has more columns than 32 bits count");
-  // Which compiled variant: tall tiles re-read fewer rows, short ones give small problems enough threads.
-  if (step == 1 && c.fold == 1) plan.taps = template_taps(c.dtype, c.K);
-  const int tall = tall_rows(size, plan.vector_width, plan.taps, plan.channels_last), low = low_rows(size, plan.vector_width);
   int rows = 1;
-  if (step == 1) {
-    const int64_t tall_threads = planes * cols * ceil_div(c.H_out, tall);
-    const bool small = ceil_div(c.H_out, row_step) <= low || tall_threads < int64_t{multiprocessors} * 1024;
-    rows = small || c.fold > 1 ? low : tall;
-  } else if (step == 2 && !plan.channels_last && size != 8) {
-    rows = low;
+  plan.march = step == 1 && c.fold == 1 && size < 8 && plan.vector_width * size >= 4 && march_taps(c.K) && tune("MARCH", 1);
+  if (plan.march) {
+    if (plan.vector_width > 1) {
+      const int width = march_width(size, c.K, plan.channels_last);
+      cols = cols * plan.vector_width / width;
+      plan.vector_width = width;
+    }
+    plan.taps = static_cast<int>(c.K);
+    plan.threads = march_threads;
+    const int64_t resident =
+        int64_t{multiprocessors} * march_threads * march_blocks(size, plan.vector_width, plan.taps, plan.channels_last);
+    rows = march_rows(ceil_div(c.H_out, row_step), planes * cols * row_step, resident);
+  } else {
+    // Tall tiles re-read fewer rows, short ones give small problems enough threads.
+    if (step == 1 && c.fold == 1) plan.taps = template_taps(c.dtype, c.K);
+    const int tall = tall_rows(size, plan.vector_width, plan.taps, plan.channels_last);
+    const int low = low_rows(size, plan.vector_width);
+    if (step == 1) {
+      const int64_t tall_threads = planes * cols * ceil_div(c.H_out, tall);
+      const bool small = ceil_div(c.H_out, row_step) <= low || tall_threads < int64_t{multiprocessors} * 1024;
+      rows = small || c.fold > 1 ? low : tall;
+    } else if (step == 2 && !plan.channels_last && size != 8) {
+      rows = low;
+    }
+    plan.threads = forward_threads(plan.vector_width, plan.taps, rows, plan.channels_last);
   }
   plan.step = rows == 1 ? 1 : static_cast<int>(step);
-  plan.threads = forward_threads(plan.vector_width, plan.taps, rows, plan.channels_last);
   plan.tiling =
       make_tiling(planes, c.H_out, cols, rows, rows == 1 ? 1 : static_cast<int>(row_step), plan.threads);
   // Lines and blocks are counted in 32 bits: a batch that has more goes in several launches.
@@ -255,6 +318,7 @@ struct ReductionPlan {
   const char* reason = "";
   bool channels_last = false;
   int vector_width = 1;
+  bool march = false;
   int taps = 0;
   int step = 1;
   int threads = 128;
@@ -295,7 +359,7 @@ inline int taps_in_shared(Dtype dtype) {
 inline void split_channels(ReductionPlan& plan, int64_t channels, int multiprocessors) {
   plan.channel_groups = static_cast<int>(plan.channels_last ? ceil_div(channels, 32) : channels);
   const int64_t groups = int64_t{plan.channel_groups} * plan.tap_chunks;
-  const int64_t wanted = ceil_div(int64_t{multiprocessors} * 6, groups);
+  const int64_t wanted = ceil_div(int64_t{multiprocessors} * tune("SPLIT", 32), groups);
   const int64_t turns = ceil_div(plan.tiling.blocks, std::min(wanted, plan.tiling.blocks));
   plan.splits = static_cast<int>(ceil_div(plan.tiling.blocks, turns));
 }
@@ -351,7 +415,14 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
                                : "stride 1, rows off 16-byte boundaries or padded: one pass, one element a load";
     p.taps = template_taps(a.dtype, g.K);
     p.tap_chunk = static_cast<int>(g.K);
-    p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, one_pass_rows(p.vector_width),
+    p.march = !p.channels_last && size < 8 && p.vector_width * size >= 4 && march_taps(g.K) && tune("MARCHB", 1);
+    if (p.march) {
+      p.taps = static_cast<int>(g.K);
+      if (vectors) p.vector_width = march_backward_width(size, g.K);
+      const int64_t resident = int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps);
+      const int rows = march_rows(ceil_div(g.H, g.dilation.h), g.N * g.C * g.W / p.vector_width * g.dilation.h, resident);
+      p.tiling = reduction_tiling(false, g.N, g.H, g.W, p.vector_width, rows, static_cast<int>(g.dilation.h));
+    } else p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, one_pass_rows(p.vector_width),
                                 static_cast<int>(g.dilation.h));
     split_channels(p, g.C, multiprocessors);
     // Each grad_output row must lie in the window of some input row for its sum to be made on the way.

@@ -7,9 +7,7 @@
 
 #include <type_traits>
 
-#include "forward.cuh"
 #include "launch.cuh"
-#include "plain.cuh"
 #include "reduce.cuh"
 
 namespace depthconv::cuda {
@@ -24,7 +22,7 @@ struct BackwardParameters {
   int64_t weight_filter, weight_tap;
   int channels, multiplier;   // channels: that the grid covers (C, or C_out)
   int taps, first_tap_step;   // K; taps a block of weight_gradient sums
-  int splits, tap_chunks;
+  int splits, tap_chunks, rows;
   int N, H, W, H_out, W_out;
   int stride_h, stride_w, padding_h, padding_w, dilation_h;
   bool with_bias;
@@ -81,8 +79,9 @@ struct Turn {
   int row;
 };
 
-template <int Rows, bool ChannelsLast>
-__device__ __forceinline__ bool find_turn(const BackwardParameters& p, unsigned turn, unsigned tx, unsigned ty, Turn& at) {
+template <bool ChannelsLast>
+__device__ __forceinline__ bool find_turn(const BackwardParameters& p, unsigned turn, unsigned tx, unsigned ty, int rows,
+                                          Turn& at) {
   unsigned group_col, tile;
   const unsigned group_line = divide(turn, p.tiling.col_groups, group_col);
   unsigned line = group_line * p.tiling.block_lines + ty;
@@ -93,7 +92,7 @@ __device__ __forceinline__ bool find_turn(const BackwardParameters& p, unsigned 
   else if (at.col >= p.tiling.cols)
     return false;
   at.n = divide(line, p.tiling.tiles, tile);
-  at.row = first_row(p.tiling, tile, Rows);
+  at.row = first_row(p.tiling, tile, rows);
   return true;
 }
 
@@ -182,7 +181,7 @@ __global__ void __launch_bounds__(reduction_threads, 3) one_pass_kernel(const __
     const T* weight = static_cast<const T*>(p.weight) + channel * p.weight_filter;
     for (unsigned turn = split; turn < turns; turn += p.splits) {
       Turn at;
-      if (!find_turn<Rows, ChannelsLast>(p, turn, tx, ty, at) || at.row >= p.H) continue;
+      if (!find_turn<ChannelsLast>(p, turn, tx, ty, Rows, at) || at.row >= p.H) continue;
       const int row_step = static_cast<int>(p.tiling.row_step.divisor);
       const unsigned col = at.col * V;
       const T* x_row = static_cast<const T*>(p.input) + at.n * p.input_stride.n + channel * p.input_stride.c +
@@ -289,7 +288,7 @@ __global__ void __launch_bounds__(reduction_threads, 4) weight_gradient_kernel(c
   if (channel < p.channels) {
     for (unsigned turn = split; turn < turns; turn += p.splits) {
       Turn at;
-      if (!find_turn<Rows, ChannelsLast>(p, turn, tx, ty, at) || at.row >= p.H_out) continue;
+      if (!find_turn<ChannelsLast>(p, turn, tx, ty, Rows, at) || at.row >= p.H_out) continue;
       const int row_step = static_cast<int>(p.tiling.row_step.divisor);
       const unsigned col = at.col * V;
       const T* dy_row = static_cast<const T*>(p.grad_output) + at.n * p.grad_output_stride.n +
@@ -389,139 +388,6 @@ __global__ void __launch_bounds__(256) strided_input_gradient_kernel(const __gri
               sum);
 }
 
-inline BackwardParameters common_parameters(const BackwardArguments& a, const ReductionPlan& plan, double* workspace) {
-  const Geometry& g = a.geometry;
-  BackwardParameters p;
-  p.tiling = DeviceTiling(plan.tiling);
-  p.grad_output = a.grad_output.data;
-  p.input = a.input.data;
-  p.weight = a.weight.data;
-  p.grad_input = a.grad_input.data;
-  p.partial = workspace;
-  p.grad_output_stride = a.grad_output.stride;
-  p.input_stride = a.input.stride;
-  p.grad_input_stride = a.grad_input.stride;
-  p.weight_filter = a.weight.filter;
-  p.weight_tap = a.weight.tap;
-  p.multiplier = static_cast<int>(g.multiplier);
-  p.taps = static_cast<int>(g.K);
-  p.first_tap_step = plan.tap_chunk;
-  p.splits = plan.splits;
-  p.tap_chunks = plan.tap_chunks;
-  p.N = static_cast<int>(g.N);
-  p.H = static_cast<int>(g.H);
-  p.W = static_cast<int>(g.W);
-  p.H_out = static_cast<int>(g.H_out);
-  p.W_out = static_cast<int>(g.W_out);
-  p.stride_h = static_cast<int>(g.stride.h);
-  p.stride_w = static_cast<int>(g.stride.w);
-  p.padding_h = static_cast<int>(g.padding.h);
-  p.padding_w = static_cast<int>(g.padding.w);
-  p.dilation_h = static_cast<int>(g.dilation.h);
-  return p;
-}
-
-template <typename T>
-unsigned shared_bytes_for(int taps) {
-  return static_cast<unsigned>((taps + 1) * 2 * sizeof(accumulate_t<T>) * reduction_threads);
-}
-
 using BackwardKernel = void (*)(BackwardParameters);
-
-template <typename T, int V, bool ChannelsLast>
-BackwardKernel pick_one_pass(int taps) {
-  constexpr int rows = one_pass_rows(V);
-  if constexpr (sizeof(T) != 8) switch (taps) {
-      case 3: return one_pass_kernel<T, V, 3, rows, ChannelsLast>;
-      case 5: return one_pass_kernel<T, V, 5, rows, ChannelsLast>;
-      case 7: return one_pass_kernel<T, V, 7, rows, ChannelsLast>;
-      case 11: return one_pass_kernel<T, V, 11, rows, ChannelsLast>;
-    }
-  return one_pass_kernel<T, V, 0, rows, ChannelsLast>;
-}
-
-template <typename T, int V, bool ChannelsLast>
-BackwardKernel pick_weight_gradient(int rows) {
-  return rows == 1 ? weight_gradient_kernel<T, V, 1, ChannelsLast> : weight_gradient_kernel<T, V, 8, ChannelsLast>;
-}
-
-// Follows the plan. `workspace` has plan.workspace doubles. Returns null or the error's text.
-template <typename T>
-const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan, double* workspace, cudaStream_t stream) {
-  constexpr int vector = 16 / sizeof(T);
-  const Geometry& g = a.geometry;
-  if (plan.plain) return launch_plain_backward<T>(a, plan.plain_splits, workspace, stream);
-  if (plan.input_by_forward) {
-    if (const char* error = launch_forward<T>(grad_input_as_convolution(a), plan.input_plan, stream))
-      return error;
-  }
-  if (plan.input_strided) {
-    GatherParameters p;
-    const int width = plan.strided_vector_width;
-    p.cols = FastDivisor(g.W / width);
-    p.height = FastDivisor(g.H);
-    p.channels = FastDivisor(g.C);
-    p.grad_output = a.grad_output.data;
-    p.weight = a.weight.data;
-    p.grad_input = a.grad_input.data;
-    p.grad_output_stride = a.grad_output.stride;
-    p.grad_input_stride = a.grad_input.stride;
-    p.weight_filter = a.weight.filter;
-    p.weight_tap = a.weight.tap;
-    p.taps = static_cast<int>(g.K);
-    p.multiplier = static_cast<int>(g.multiplier);
-    p.H_out = static_cast<int>(g.H_out);
-    p.W_out = static_cast<int>(g.W_out);
-    p.stride_h = static_cast<int>(g.stride.h);
-    p.stride_w = static_cast<int>(g.stride.w);
-    p.padding_h = static_cast<int>(g.padding.h);
-    p.padding_w = static_cast<int>(g.padding.w);
-    p.dilation_h = static_cast<int>(g.dilation.h);
-    p.divisor = static_cast<int>(std::gcd(g.stride.h, g.dilation.h));
-    p.channels_last = reads_channels_last(a.grad_input, g.C, g.W);
-    const int64_t per_image = g.C * g.H * (g.W / width), images = std::max<int64_t>(1, (index_limit * 2 - 1) / per_image);
-    for (int64_t n = 0; n < g.N; n += images) {
-      p.count = std::min(images, g.N - n) * per_image;
-      p.grad_output = at<T>(a.grad_output.data, n * a.grad_output.stride.n);
-      p.grad_input = const_cast<T*>(at<T>(a.grad_input.data, n * a.grad_input.stride.n));
-      const unsigned blocks = static_cast<unsigned>(ceil_div(p.count, 256));
-      if (width == 1)
-        strided_input_gradient_kernel<T, 1><<<blocks, 256, 0, stream>>>(p);
-      else
-        strided_input_gradient_kernel<T, vector><<<blocks, 256, 0, stream>>>(p);
-      if (const char* error = launch_error()) return error;
-    }
-  }
-  if (plan.one_pass) {
-    const ReductionPlan& r = plan.one_pass_plan;
-    BackwardParameters p = common_parameters(a, r, workspace);
-    p.channels = static_cast<int>(g.C);
-    p.width = FastDivisor(g.W);
-    p.with_bias = plan.bias_in_one_pass;
-    const BackwardKernel kernel = r.channels_last         ? pick_one_pass<T, 1, true>(r.taps)
-                                  : r.vector_width == 1 ? pick_one_pass<T, 1, false>(r.taps)
-                                                        : pick_one_pass<T, vector, false>(r.taps);
-    kernel<<<static_cast<unsigned>(r.channel_groups * r.splits), r.threads, shared_bytes_for<T>(r.tap_chunk), stream>>>(p);
-    if (const char* error = launch_error()) return error;
-    if (const char* error = launch_reduce<T>(a, workspace, r.splits, true, plan.bias_in_one_pass, stream)) return error;
-    workspace += g.C * (g.K + 1) * r.splits;
-  }
-  if (plan.weight) {
-    const ReductionPlan& r = plan.weight_plan;
-    BackwardParameters p = common_parameters(a, r, workspace);
-    p.channels = static_cast<int>(g.C_out());
-    p.width = FastDivisor(g.W_out);
-    p.with_bias = a.grad_bias.data && !plan.bias_in_one_pass;
-    const bool taps = a.grad_weight.data && !plan.one_pass;
-    const BackwardKernel kernel = r.channels_last         ? pick_weight_gradient<T, 1, true>(r.tiling.rows)
-                                  : r.vector_width == 1 ? pick_weight_gradient<T, 1, false>(r.tiling.rows)
-                                                        : pick_weight_gradient<T, vector, false>(r.tiling.rows);
-    const unsigned blocks = static_cast<unsigned>(int64_t{r.channel_groups} * r.splits * r.tap_chunks);
-    kernel<<<blocks, r.threads, shared_bytes_for<T>(r.tap_chunk), stream>>>(p);
-    if (const char* error = launch_error()) return error;
-    if (const char* error = launch_reduce<T>(a, workspace, r.splits, taps, p.with_bias, stream)) return error;
-  }
-  return nullptr;
-}
 
 }  // namespace depthconv::cuda

@@ -1,4 +1,4 @@
-#include "backward.cuh"
+#include "launch_backward.cuh"
 
 extern template const char* depthconv::cuda::launch_forward<double>(const Convolution&, const ForwardPlan&, cudaStream_t);
 template const char* depthconv::cuda::launch_backward<double>(const BackwardArguments&, const BackwardPlan&, double*,

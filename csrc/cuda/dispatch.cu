@@ -1,7 +1,5 @@
 // The CUDA backend's entry points: the device, the dtype, and the plan's word between plain and planned kernels.
-#include "backward.cuh"
-#include "forward.cuh"
-#include "plain.cuh"
+#include "launch_backward.cuh"
 
 namespace depthconv::cuda {
 

@@ -19,7 +19,7 @@ struct ForwardParameters {
   void* output;
   Strides input_stride, output_stride;
   int64_t weight_filter, weight_tap, bias_step;
-  int taps, fold;
+  int taps, fold, rows;
   int H, W, H_out;
   int stride_h, stride_w, padding_h, padding_w, dilation_h;
 };
@@ -33,6 +33,57 @@ struct InputColumn {
   int height;
   bool inside;        // the column lies in the input, not in the width padding
 };
+
+// What a thread computes: columns of `channel` (the first of V in channels_last) from output row `row` on.
+struct ForwardPlace {
+  unsigned n, channel, wo;
+  int row;
+};
+
+template <int V, bool ChannelsLast>
+__device__ __forceinline__ bool find_place(const ForwardParameters& p, int rows, ForwardPlace& at) {
+  unsigned tx, group_col, tile;
+  const unsigned ty = divide(threadIdx.x, p.tiling.block_cols, tx);
+  const unsigned group_line = divide(blockIdx.x, p.tiling.col_groups, group_col);
+  const unsigned col = group_col * p.tiling.block_cols.divisor + tx;
+  const unsigned line = group_line * p.tiling.block_lines + ty;
+  if (ty >= p.tiling.block_lines || col >= p.tiling.cols || line >= p.tiling.lines) return false;
+  const unsigned plane = divide(line, p.tiling.tiles, tile);
+  at.row = first_row(p.tiling, tile, rows);
+  if (at.row >= p.H_out) return false;
+  if (ChannelsLast) {
+    at.n = plane;
+    at.wo = divide(col, p.channels, at.channel);
+    at.channel *= V;
+  } else {
+    at.n = divide(plane, p.channels, at.channel);
+    at.wo = col * V;
+  }
+  return true;
+}
+
+template <typename T>
+__device__ __forceinline__ InputColumn<T> input_column(const ForwardParameters& p, const ForwardPlace& at) {
+  unsigned unused;
+  const int64_t channel = static_cast<int64_t>(divide(at.channel, p.multiplier, unused)) * p.fold;
+  const int wi = static_cast<int>(at.wo) * p.stride_w - p.padding_w;
+  InputColumn<T> x;
+  x.first = at.row * p.stride_h - p.padding_h;
+  x.step = p.dilation_h;
+  x.height = p.H;
+  x.inside = static_cast<unsigned>(wi) < static_cast<unsigned>(p.W);
+  x.row_pitch = p.dilation_h * p.input_stride.h;
+  x.row = static_cast<const T*>(p.input) + at.n * p.input_stride.n + channel * p.input_stride.c +
+          x.first * p.input_stride.h + wi * p.input_stride.w;
+  return x;
+}
+
+// The output pack at the place's first row.
+template <typename T>
+__device__ __forceinline__ T* output_column(const ForwardParameters& p, const ForwardPlace& at) {
+  return static_cast<T*>(p.output) + at.n * p.output_stride.n + at.channel * p.output_stride.c +
+         at.row * p.output_stride.h + at.wo * p.output_stride.w;
+}
 
 template <typename T, int V>
 __device__ __forceinline__ Pack<T, V> load_row(const InputColumn<T>& x, int j) {
@@ -86,42 +137,15 @@ template <typename T, int V, int Taps, int Rows, int Step, bool ChannelsLast>
 __global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast), resident_blocks<T, V, Taps, Rows, ChannelsLast>())
     forward_kernel(const __grid_constant__ ForwardParameters p) {
   using A = accumulate_t<T>;
-  unsigned tx, group_col, tile;
-  const unsigned ty = divide(threadIdx.x, p.tiling.block_cols, tx);
-  const unsigned group_line = divide(blockIdx.x, p.tiling.col_groups, group_col);
-  const unsigned col = group_col * p.tiling.block_cols.divisor + tx;
-  const unsigned line = group_line * p.tiling.block_lines + ty;
-  if (ty >= p.tiling.block_lines || col >= p.tiling.cols || line >= p.tiling.lines) return;
-  const unsigned plane = divide(line, p.tiling.tiles, tile);
-  const int ho = first_row(p.tiling, tile, Rows);
-  if (ho >= p.H_out) return;
-  unsigned n, channel, wo;
-  if (ChannelsLast) {
-    n = plane;
-    wo = divide(col, p.channels, channel);
-    channel *= V;
-  } else {
-    n = divide(plane, p.channels, channel);
-    wo = col * V;
-  }
-  unsigned unused;
-  const int64_t input_channel = static_cast<int64_t>(divide(channel, p.multiplier, unused)) * p.fold;
-  const int wi = static_cast<int>(wo) * p.stride_w - p.padding_w;
-
-  InputColumn<T> x;
-  x.first = ho * p.stride_h - p.padding_h;
-  x.step = p.dilation_h;
-  x.height = p.H;
-  x.inside = static_cast<unsigned>(wi) < static_cast<unsigned>(p.W);
-  x.row_pitch = p.dilation_h * p.input_stride.h;
-  x.row = static_cast<const T*>(p.input) + n * p.input_stride.n + input_channel * p.input_stride.c +
-          x.first * p.input_stride.h + wi * p.input_stride.w;
-  const T* weight = static_cast<const T*>(p.weight) + channel * p.fold * p.weight_filter;
+  ForwardPlace at;
+  if (!find_place<V, ChannelsLast>(p, Rows, at)) return;
+  InputColumn<T> x = input_column<T>(p, at);
+  const T* weight = static_cast<const T*>(p.weight) + at.channel * p.fold * p.weight_filter;
 
   A sum[Rows][V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    const int64_t filter = channel + (ChannelsLast ? v : 0);
+    const int64_t filter = at.channel + (ChannelsLast ? v : 0);
     const A bias = p.bias ? widen(__ldg(static_cast<const T*>(p.bias) + filter * p.bias_step)) : A(0);
 #pragma unroll
     for (int i = 0; i < Rows; ++i) sum[i][v] = bias;
@@ -152,12 +176,11 @@ __global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast), 
       weight += p.weight_filter;
     }
   }
-  T* y = static_cast<T*>(p.output) + n * p.output_stride.n + channel * p.output_stride.c + wo * p.output_stride.w;
+  T* y = output_column<T>(p, at);
   const int row_step = static_cast<int>(p.tiling.row_step.divisor);
 #pragma unroll
   for (int i = 0; i < Rows; ++i) {
-    const int row = ho + i * row_step;
-    if (row < p.H_out) store<T, V>(y + row * p.output_stride.h, sum[i]);
+    if (at.row + i * row_step < p.H_out) store<T, V>(y + i * (row_step * p.output_stride.h), sum[i]);
   }
 }
 
@@ -184,49 +207,6 @@ ForwardKernel pick_kernel(const ForwardPlan& plan) {
       case 11: return pick_rows<T, V, 11, 1, ChannelsLast>(plan.tiling.rows);
     }
   return pick_rows<T, V, 0, 1, ChannelsLast>(plan.tiling.rows);
-}
-
-// Follows the plan, plan.images of the batch a launch. Returns null or the error's text.
-template <typename T>
-const char* launch_forward(const Convolution& c, const ForwardPlan& plan, cudaStream_t stream) {
-  constexpr int row_vector = 16 / sizeof(T), channel_vector = sizeof(T) == 8 ? 2 : 4;
-  for (int64_t n = 0; n < c.N; n += plan.images) {
-    Tiling tiling = plan.tiling;
-    tiling.lines = tiling.lines / c.N * std::min(plan.images, c.N - n);
-    tiling.blocks = tiling.col_groups * ceil_div(tiling.lines, tiling.block_lines);
-    ForwardParameters p;
-    p.tiling = DeviceTiling(tiling);
-    p.channels = FastDivisor(plan.channels_last ? c.C_out / plan.vector_width : c.C_out);
-    p.multiplier = FastDivisor(c.multiplier);
-    p.input = at<T>(c.input.data, n * c.input.stride.n);
-    p.weight = c.weight.data;
-    p.bias = c.bias.data;
-    p.output = const_cast<T*>(at<T>(c.output.data, n * c.output.stride.n));
-    p.input_stride = c.input.stride;
-    p.output_stride = c.output.stride;
-    p.weight_filter = c.weight.filter;
-    p.weight_tap = c.weight.tap;
-    p.bias_step = c.bias.step;
-    p.taps = static_cast<int>(c.K);
-    p.fold = static_cast<int>(c.fold);
-    p.H = static_cast<int>(c.H);
-    p.W = static_cast<int>(c.W);
-    p.H_out = static_cast<int>(c.H_out);
-    p.stride_h = static_cast<int>(c.stride.h);
-    p.stride_w = static_cast<int>(c.stride.w);
-    p.padding_h = static_cast<int>(c.padding.h);
-    p.padding_w = static_cast<int>(c.padding.w);
-    p.dilation_h = static_cast<int>(c.dilation.h);
-    ForwardKernel kernel = nullptr;
-    if (plan.channels_last)
-      kernel = plan.vector_width == 1 ? pick_kernel<T, 1, true>(plan) : pick_kernel<T, channel_vector, true>(plan);
-    else
-      kernel = plan.vector_width == 1 ? pick_kernel<T, 1, false>(plan) : pick_kernel<T, row_vector, false>(plan);
-    if (!kernel) return "depthconv: the plan names a kernel that was not compiled";
-    kernel<<<static_cast<unsigned>(tiling.blocks), plan.threads, 0, stream>>>(p);
-    if (const char* error = launch_error()) return error;
-  }
-  return nullptr;
 }
 
 }  // namespace depthconv::cuda

@@ -1,0 +1,155 @@
+// grad_input, grad_weight and grad_bias for stride 1 in one pass, marching: for taps that are compiled in and packs of 4, 8
+// or 16 bytes. Input row i needs exactly the grad_output rows i + p - k * d for both sums.
+//
+// A thread owns one column (V elements side by side) of a tile of input rows and walks down it: the last Taps grad_output
+// rows lie in a ring of registers; x row i meets them all, giving one row of grad_input and one product a tap. Rows of
+// both tensors arrive through private queues in shared memory. A block keeps one channel and walks every splits-th turn of
+// its lines; sums are made as backward.cuh says.
+// Bytes: x and grad_output read once, grad_input written once; (Taps - 1) / rows of grad_output again from L2.
+#pragma once
+
+#include "backward.cuh"
+#include "queue.cuh"
+
+namespace depthconv::cuda {
+
+template <typename T, int V>
+__device__ __forceinline__ bool all_finite(const accumulate_t<T> (&value)[V]) {
+  bool finite = true;
+#pragma unroll
+  for (int v = 0; v < V; ++v) finite = finite && isfinite(value[v]);
+  return finite;
+}
+
+template <typename T, int V, int Taps>
+__global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T), V, Taps))
+    march_backward_kernel(const __grid_constant__ BackwardParameters p) {
+  using A = accumulate_t<T>;
+  constexpr int depth = march_depth;
+  extern __shared__ double shared_memory[];
+  unsigned char* shared = reinterpret_cast<unsigned char*>(shared_memory);
+  constexpr int queue_bytes = depth * march_threads * sizeof(Pack<T, V>);
+  RowQueue<T, V, depth> dy_queue(shared, march_threads), x_queue(shared + queue_bytes, march_threads);
+  TapSums<A> sums{reinterpret_cast<A*>(shared + 2 * queue_bytes), march_threads};
+  const int split = blockIdx.x % p.splits, channel = blockIdx.x / p.splits;
+  sums.clear(Taps + 1);
+  unsigned tx;
+  const unsigned ty = divide(threadIdx.x, p.tiling.block_cols, tx);
+  const unsigned turns = p.tiling.col_groups.divisor * ((p.tiling.lines + p.tiling.block_lines - 1) / p.tiling.block_lines);
+  const T* weight = static_cast<const T*>(p.weight) + channel * p.weight_filter;
+  A w[Taps];
+#pragma unroll
+  for (int k = 0; k < Taps; ++k) w[k] = widen(__ldg(weight + k * p.weight_tap));
+  const int row_step = static_cast<int>(p.tiling.row_step.divisor);  // the dilation: both tensors' rows lie so far apart
+  const int64_t x_pitch = row_step * p.input_stride.h, dy_pitch = row_step * p.grad_output_stride.h;
+  const int64_t dx_pitch = row_step * p.grad_input_stride.h;
+
+  for (unsigned turn = split; turn < turns; turn += p.splits) {
+    Turn at;
+    if (!find_turn<false>(p, turn, tx, ty, p.rows, at) || at.row >= p.H) continue;
+    const unsigned col = at.col * V;
+    const int left = (p.H - at.row + row_step - 1) / row_step;
+    const int rows = left < p.rows ? left : p.rows;
+    const int steps = rows + Taps - 1;
+    // Step u brings grad_output row first + u * d, and from step Taps - 1 on x row at.row + (u - Taps + 1) * d.
+    const int first = at.row + p.padding_h - row_step * (Taps - 1);
+    const T* dy = static_cast<const T*>(p.grad_output) + at.n * p.grad_output_stride.n + channel * p.grad_output_stride.c +
+                  first * p.grad_output_stride.h + (col + p.padding_w) * p.grad_output_stride.w;
+    const T* x = static_cast<const T*>(p.input) + at.n * p.input_stride.n + channel * p.input_stride.c +
+                 at.row * p.input_stride.h + col * p.input_stride.w;
+    T* dx = static_cast<T*>(p.grad_input) + at.n * p.grad_input_stride.n + channel * p.grad_input_stride.c +
+            at.row * p.grad_input_stride.h + col * p.grad_input_stride.w;
+    auto inside = [&](int u) { return static_cast<unsigned>(first + u * row_step) < static_cast<unsigned>(p.H_out); };
+    const T *dy_source = dy, *x_source = x;
+    int dy_row = first, pushed = 0;
+    auto push = [&] {
+      if (pushed < steps) {
+        const bool present = static_cast<unsigned>(dy_row) < static_cast<unsigned>(p.H_out);
+        dy_queue.push(pushed, present ? dy_source : static_cast<const T*>(p.grad_output), present);
+        if (pushed >= Taps - 1) {
+          x_queue.push(pushed, x_source, true);
+          x_source += x_pitch;
+        }
+        dy_source += dy_pitch;
+        dy_row += row_step;
+        ++pushed;
+      }
+      commit_step();
+    };
+#pragma unroll
+    for (int u = 0; u < depth - 1; ++u) push();
+    // grad_bias: a tile owns the grad_output rows that tap 0 reads, the first tile also those before them.
+    const int bias_from = !p.with_bias ? steps : at.row < row_step ? 0 : Taps - 1;
+    A ring[Taps][V], grad_weight[Taps], bias = A(0);
+#pragma unroll
+    for (int k = 0; k < Taps; ++k) grad_weight[k] = A(0);
+    for (int group = 0; group < steps; group += Taps) {
+#pragma unroll
+      for (int s = 0; s < Taps; ++s) {
+        const int u = group + s;
+        if (u >= steps) break;
+        wait_for_step<depth - 2>();
+        const Pack<T, V> dy_pack = dy_queue.at(u);
+        const Pack<T, V> x_pack = x_queue.at(u);
+        push();
+#pragma unroll
+        for (int v = 0; v < V; ++v) ring[s][v] = widen(dy_pack.value[v]);
+        if (u >= bias_from) {
+#pragma unroll
+          for (int v = 0; v < V; ++v) bias += ring[s][v];
+        }
+        if (u < Taps - 1) continue;
+        A value[V], grad_input[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) value[v] = widen(x_pack.value[v]), grad_input[v] = A(0);
+#pragma unroll
+        for (int k = 0; k < Taps; ++k)
+#pragma unroll
+          for (int v = 0; v < V; ++v) grad_input[v] += w[k] * ring[(s - k + Taps) % Taps][v];
+        store<T, V>(dx, grad_input);
+        dx += dx_pitch;
+        // The zeros that stand for missing grad_output rows must not meet an inf or NaN of x.
+        const bool whole = inside(u) && inside(u - Taps + 1);
+        if (whole || all_finite<T, V>(value)) {
+#pragma unroll
+          for (int k = 0; k < Taps; ++k)
+#pragma unroll
+            for (int v = 0; v < V; ++v) grad_weight[k] += value[v] * ring[(s - k + Taps) % Taps][v];
+        } else {
+          for (int k = 0; k < Taps; ++k) {
+            if (!inside(u - k)) continue;
+            const Pack<T, V> pack = load<T, V>(dy + (u - k) * dy_pitch);
+            A product = A(0);
+#pragma unroll
+            for (int v = 0; v < V; ++v) product += value[v] * widen(pack.value[v]);
+            sums.add(k, product);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < Taps; ++k) sums.add(k, grad_weight[k]);
+    if (p.with_bias) sums.add(Taps, bias);
+  }
+  store_partials<A, false>(p, sums, channel, split, 0, Taps, p.with_bias);
+}
+
+template <typename T, int V>
+BackwardKernel pick_march_backward(int taps) {
+  switch (taps) {
+#define DEPTHCONV_CASE(K) \
+  case K:                                                            \
+    if constexpr (V == 1 || V == march_backward_width(sizeof(T), K)) \
+      return march_backward_kernel<T, V, K>;                         \
+    break;
+    DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)
+#undef DEPTHCONV_CASE
+  }
+  return nullptr;
+}
+
+inline unsigned march_shared_bytes(int size, int vector_width, int taps) {
+  return march_threads * (2 * march_depth * size * vector_width + (taps + 1) * 2 * sizeof(float));
+}
+
+}  // namespace depthconv::cuda

@@ -1,0 +1,243 @@
+"""A float64 reference of the convolution and its gradients, and how far a result may lie from it.
+
+Written from the formula alone, with slices and one loop over the taps, on whatever device the tensors are:
+
+    y[n, co, h, w] = b[co] + sum_k weight[co, 0, k, 0] * x[n, co // m, h*s_h + k*d_h - p_h, w*s_w - p_w]
+
+A tap that falls outside the input is left out, never multiplied by zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Pair = tuple[int, int]
+
+# Unit roundoff of the stored dtype, and of the arithmetic that it stands for (half types are summed in float32).
+OUTPUT_ROUNDOFF = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+SUM_ROUNDOFF = {
+    torch.float64: 2.0**-53 * 2,  # this reference errs as much
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-24,
+    torch.bfloat16: 2.0**-24,
+}
+CHUNK = 1 << 25  # elements summed at once by grad_weight, so that huge tensors are never copied to float64 whole
+
+
+def output_size(size: Sequence[int], filters: int, taps: int, stride: Pair, padding: Pair, dilation: Pair) -> list[int]:
+    """Size of y for an input size of rank 3 or 4."""
+    *batch, _, height, width = size
+    rows = (height + 2 * padding[0] - dilation[0] * (taps - 1) - 1) // stride[0] + 1
+    columns = (width + 2 * padding[1] - 1) // stride[1] + 1
+    return [*batch, filters, rows, columns]
+
+
+def span(count: int, size: int, offset: int, stride: int) -> Pair:
+    """First and last-plus-one of the `count` positions o whose o * stride + offset lies in [0, size)."""
+    first = max(0, -(offset // stride))
+    last = min(count, (size - 1 - offset) // stride + 1)
+    return first, max(first, last)
+
+
+def clip(positions: Pair, first: int, last: int) -> Pair:
+    return max(positions[0], first), min(positions[1], last)
+
+
+def batched(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 4 else tensor[None]
+
+
+def window(x: Tensor, rows: Pair, columns: Pair, offset: Pair, stride: Pair) -> Tensor:
+    """View of x at the positions o * stride + offset for o in rows and columns."""
+    starts = (rows[0] * stride[0] + offset[0], columns[0] * stride[1] + offset[1])
+    ends = ((rows[1] - 1) * stride[0] + offset[0] + 1, (columns[1] - 1) * stride[1] + offset[1] + 1)
+    return x[:, :, starts[0] : ends[0] : stride[0], starts[1] : ends[1] : stride[1]]
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    rows: Pair | None = None,
+    columns: Pair | None = None,
+) -> Tensor:
+    """y in float64, or only its rows [rows[0], rows[1]) and columns likewise."""
+    size = output_size(batched(x).shape, weight.shape[0], weight.shape[2], stride, padding, dilation)
+    x4 = batched(x)
+    batch, channels, height, width = x4.shape
+    filters, taps = weight.shape[0], weight.shape[2]
+    top, bottom = rows or (0, size[2])
+    left, right = columns or (0, size[3])
+    y = torch.zeros(
+        batch, channels, filters // channels, bottom - top, right - left, dtype=torch.float64, device=x.device
+    )
+    across = clip(span(size[3], width, -padding[1], stride[1]), left, right)
+    for k in range(taps):
+        offset = (k * dilation[0] - padding[0], -padding[1])
+        down = clip(span(size[2], height, offset[0], stride[0]), top, bottom)
+        if down[0] >= down[1] or across[0] >= across[1]:
+            continue
+        tap = weight[:, 0, k, 0].double().view(1, channels, -1, 1, 1)
+        read = window(x4, down, across, offset, stride)[:, :, None].double()
+        y[..., down[0] - top : down[1] - top, across[0] - left : across[1] - left] += tap * read
+    y = y.flatten(1, 2)
+    if bias is not None:
+        y = y + bias.double().view(1, -1, 1, 1)
+    return y if x.dim() == 4 else y[0]
+
+
+def grad_input(
+    dy: Tensor,
+    x_size: Sequence[int],
+    weight: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    rows: Pair | None = None,
+    columns: Pair | None = None,
+) -> Tensor:
+    """dx in float64, or only its rows [rows[0], rows[1]) and columns likewise."""
+    dy4 = batched(dy)
+    channels, height, width = x_size[-3:]
+    top, bottom = rows or (0, height)
+    left, right = columns or (0, width)
+    dx = torch.zeros(dy4.shape[0], channels, bottom - top, right - left, dtype=torch.float64, device=dy.device)
+    # Positions of dy whose tap lands in the window, whose own origin is its top left corner.
+    across = span(dy4.shape[3], right - left, -padding[1] - left, stride[1])
+    for k in range(weight.shape[2]):
+        offset = (k * dilation[0] - padding[0] - top, -padding[1] - left)
+        down = span(dy4.shape[2], bottom - top, offset[0], stride[0])
+        if down[0] >= down[1] or across[0] >= across[1]:
+            continue
+        tap = weight[:, 0, k, 0].double().view(1, -1, 1, 1)
+        terms = tap * dy4[:, :, down[0] : down[1], across[0] : across[1]].double()
+        window(dx, down, across, offset, stride).add_(terms.unflatten(1, (channels, -1)).sum(2))
+    return dx if len(x_size) == 4 else dx[0]
+
+
+def grad_weight(
+    dy: Tensor, x: Tensor, weight_size: Sequence[int], stride: Pair, padding: Pair, dilation: Pair
+) -> Tensor:
+    """dw in float64."""
+    x4, dy4 = batched(x), batched(dy)
+    batch, channels, height, width = x4.shape
+    dw = torch.zeros(tuple(weight_size), dtype=torch.float64, device=dy.device)
+    across = span(dy4.shape[3], width, -padding[1], stride[1])
+    plane = dy4.shape[1] * max(1, across[1] - across[0])
+    row_step = max(1, CHUNK // plane)
+    batch_step = max(1, CHUNK // (plane * max(1, dy4.shape[2])))
+    for k in range(weight_size[2]):
+        offset = (k * dilation[0] - padding[0], -padding[1])
+        down = span(dy4.shape[2], height, offset[0], stride[0])
+        if down[0] >= down[1] or across[0] >= across[1]:
+            continue
+        for n in range(0, batch, batch_step):
+            for row in range(down[0], down[1], row_step):
+                part = (row, min(row + row_step, down[1]))
+                read = window(x4[n : n + batch_step], part, across, offset, stride).double()
+                above = dy4[n : n + batch_step, :, part[0] : part[1], across[0] : across[1]].double()
+                terms = above.unflatten(1, (channels, -1)) * read[:, :, None]
+                dw[:, 0, k, 0] += terms.sum((0, 3, 4)).flatten()
+    return dw
+
+
+def grad_bias(dy: Tensor) -> Tensor:
+    """db in float64."""
+    return batched(dy).sum((0, 2, 3), dtype=torch.float64)
+
+
+def rms(tensor: Tensor) -> float:
+    """Root mean square of the finite elements, 0 for none."""
+    values = tensor.double()
+    values = values[values.isfinite()]
+    return values.square().mean().sqrt().item() if values.numel() else 0.0
+
+
+def rounding(want: Tensor, dtype: torch.dtype) -> Tensor:
+    """What storing a right value in this dtype may cost: half a unit in the last place."""
+    info = torch.finfo(dtype)
+    return want.abs() * OUTPUT_ROUNDOFF[dtype] + info.tiny * info.eps
+
+
+def sum_of_products_bound(want: Tensor, magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
+    """Bound for y and dx, whose sums are short: (terms + 1) * u * sum|terms| + output rounding.
+
+    Holds for any order of summation, fused or not. u is the unit roundoff of the arithmetic; magnitude is the sum of
+    the terms' absolute values.
+    """
+    return magnitude * ((terms + 1) * SUM_ROUNDOFF[dtype]) + rounding(want, dtype)
+
+
+def long_sum_bound(want: Tensor, terms: int, size_of_term: float, dtype: torch.dtype) -> Tensor:
+    """Bound for dw and db, whose sums are long: 33.6 * u * sqrt(terms) * size_of_term + output rounding.
+
+    33.6 u is 2e-6 in float32: 2e-6 * sqrt(N * H_out * W_out) * rms(x) * rms(dy) for dw, rms(dy) alone for db. A plain
+    float32 running sum misses it from some 10^4 terms on.
+    """
+    unit = 2e-6 * SUM_ROUNDOFF[dtype] / SUM_ROUNDOFF[torch.float32]
+    return rounding(want, dtype) + unit * math.sqrt(terms) * size_of_term
+
+
+def assert_close(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
+    """got against float64 want: same size, NaN and infinities in the same places, finite errors within bound."""
+    assert got.shape == want.shape, f"{name}: size {tuple(got.shape)}, expected {tuple(want.shape)}"
+    values = got.double()
+    both_finite = values.isfinite() & want.isfinite()
+    same_special = (values.isnan() & want.isnan()) | (values == want)
+    wrong = torch.where(both_finite, (values - want).abs() > bound, ~same_special)
+    if not wrong.any():
+        return
+    where = wrong.nonzero()
+    excess = torch.where(both_finite, (values - want).abs() / bound, torch.inf)
+    worst = torch.where(wrong, excess, -1.0).argmax()
+    at = tuple(int(i) for i in torch.unravel_index(worst, want.shape))
+    raise AssertionError(
+        f"{name}: {len(where)} of {want.numel()} elements are wrong, the first at {tuple(where[0].tolist())}; the worst "
+        f"at {at}: got {values[at].item()!r}, expected {want[at].item()!r} within {bound[at].item():.3g}"
+    )
+
+
+def check_forward(
+    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
+) -> None:
+    """y against float64, for any layout and dtype of the arguments."""
+    want = forward(x, weight, bias, stride, padding, dilation)
+    size = forward(x.abs(), weight.abs(), None if bias is None else bias.abs(), stride, padding, dilation)
+    assert_close("y", y, want, sum_of_products_bound(want, size, weight.shape[2] + 1, x.dtype))
+
+
+def check_backward(
+    grads: Sequence[Tensor | None],
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+) -> None:
+    """(dx, dw, db) against float64; None is a gradient that was not asked for."""
+    dx, dw, db = grads
+    terms = math.prod(dy.shape) // dy.shape[-3]
+    if dx is not None:
+        want = grad_input(dy, x.shape, weight, stride, padding, dilation)
+        size = grad_input(dy.abs(), x.shape, weight.abs(), stride, padding, dilation)
+        multiplier = weight.shape[0] // x.shape[-3]
+        assert_close("dx", dx, want, sum_of_products_bound(want, size, weight.shape[2] * multiplier, x.dtype))
+    if dw is not None:
+        want = grad_weight(dy, x, weight.shape, stride, padding, dilation)
+        assert_close("dw", dw, want, long_sum_bound(want, terms, rms(x) * rms(dy), x.dtype))
+    if db is not None:
+        want = grad_bias(dy)
+        assert_close("db", db, want, long_sum_bound(want, terms, rms(dy), x.dtype))
