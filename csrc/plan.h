@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <cstdlib>
-inline int tune(const char* n, int d) { const char* v = getenv(n); return v ? atoi(v) : d; }
 
 #include "arguments.h"
 
@@ -57,10 +55,13 @@ inline Tiling make_tiling(int64_t planes, int64_t height, int64_t cols, int rows
 
 // Names of the kernels, as `explain` and the tests see them.
 namespace kernel_name {
-constexpr const char* rows = "rows";                    // vectors along the width, or scalars
-constexpr const char* channels_last = "channels_last";  // vectors along the channels
+constexpr const char* rows = "rows";                    // a register tile; vectors along the width, or scalars
+constexpr const char* march = "march";                  // down the rows through a queue; vectors along the width
+constexpr const char* channels_last = "channels_last";  // a register tile; vectors along the channels, or scalars
+constexpr const char* march_channels_last = "march_channels_last";
 constexpr const char* plain = "plain";                  // one element a thread, 64-bit indices
-constexpr const char* one_pass = "one_pass";
+constexpr const char* one_pass = "one_pass";            // a register tile
+constexpr const char* one_pass_march = "one_pass_march";
 constexpr const char* one_pass_channels_last = "one_pass_channels_last";
 constexpr const char* weight_gradient = "weight_gradient";
 constexpr const char* weight_gradient_channels_last = "weight_gradient_channels_last";
@@ -165,9 +166,13 @@ inline bool channels_aligned(const Operand& operand, int width, int size) {
          reinterpret_cast<uintptr_t>(operand.data) % (static_cast<uintptr_t>(width) * size) == 0;
 }
 
-// Taps that have a kernel of their own; the rest run in chunks of 8, 4, 2 and 1.
-inline int template_taps(Dtype dtype, int64_t K) {
-  if (dtype == Dtype::float64) return 0;
+// Taps that have a register-tile kernel of their own; the rest run in chunks of 8, 4, 2 and 1. Vectors of half types and
+// channels_last march instead, and float64 is not worth the code.
+constexpr bool has_tile_taps(int size, int vector_width, bool channels_last) {
+  return vector_width == 1 ? size < 8 : size == 4 && !channels_last;
+}
+inline int tile_taps(int size, int vector_width, bool channels_last, int64_t K) {
+  if (!has_tile_taps(size, vector_width, channels_last)) return 0;
   return K == 3 || K == 5 || K == 7 || K == 11 ? static_cast<int>(K) : 0;
 }
 
@@ -180,13 +185,13 @@ constexpr int low_rows(int size, int vector_width) { return size == 2 && vector_
 
 // Small blocks where many sums and taps want more than 128 registers a thread.
 constexpr int forward_threads(int vector_width, int taps, int rows, bool channels_last) {
-  const bool heavy = vector_width > 1 && rows > 1 && (taps == 0 || taps > 7 || vector_width == 8);
+  const bool heavy = vector_width > 1 && rows > 1 && (taps == 0 || taps >= 7 || vector_width == 8);
   return heavy && (rows * vector_width >= 64 || channels_last || taps == 0) ? 128 : 256;
 }
 
 // Kernels that march down a column: taps compiled in, rows of a tile chosen at run time.
 #define DEPTHCONV_MARCH_TAPS(X) \
-  X(3) X(5) X(7) X(9) X(11) X(13) X(17) X(19) X(21) X(31)
+  X(3) X(5) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(23) X(31)
 constexpr int march_threads = 128;
 constexpr int march_depth = 8;  // rows in flight a thread, one of them in use
 
@@ -202,23 +207,6 @@ constexpr int march_blocks(int size, int vector_width, int taps, bool channels_l
   return held <= 64 ? 8 : held <= 80 ? 6 : held <= 96 ? 5 : held <= 128 ? 4 : held <= 168 ? 3 : 2;
 }
 
-constexpr int march_backward_width(int size, int64_t taps) {
-  const int most = taps <= 9 ? 8 : 4;
-  return most < 16 / size ? most : 16 / size;
-}
-
-constexpr int march_backward_blocks(int size, int vector_width, int taps) {
-  const int held = taps * (vector_width + 2) + 3 * vector_width + 44;
-  return held <= 64 ? 8 : held <= 80 ? 6 : held <= 96 ? 5 : held <= 128 ? 4 : held <= 168 ? 3 : 2;
-}
-
-// Rows of a marching tile: up to 64, halved while the threads would not fill the machine; then evened out.
-inline int march_rows(int64_t height, int64_t columns, int64_t resident) {
-  int64_t rows = tune("ROWS", 64);
-  while (rows > 8 && columns * ceil_div(height, rows) < resident) rows /= 2;
-  return static_cast<int>(ceil_div(height, ceil_div(height, rows)));
-}
-
 inline bool march_taps(int64_t K) {
   switch (K) {
 #define DEPTHCONV_CASE(taps) case taps:
@@ -227,6 +215,27 @@ inline bool march_taps(int64_t K) {
     return true;
   }
   return false;
+}
+
+// The backward march stops where its unrolled ring outgrows the instruction cache.
+constexpr int march_backward_most = 21;
+inline bool march_backward_taps(int64_t K) { return K <= march_backward_most && march_taps(K); }
+
+constexpr int march_backward_width(int size, int64_t taps) {
+  const int most = taps <= 9 ? 8 : 4;
+  return most < 16 / size ? most : 16 / size;
+}
+
+constexpr int march_backward_blocks(int size, int vector_width, int taps) {
+  const int held = taps * (vector_width + 2) + 3 * vector_width + 46;
+  return held <= 64 ? 8 : held <= 80 ? 6 : held <= 96 ? 5 : held <= 128 ? 4 : held <= 168 ? 3 : 2;
+}
+
+// Rows of a marching tile: up to 64, halved while the threads would not fill the machine; then evened out.
+inline int march_rows(int64_t height, int64_t columns, int64_t resident) {
+  int64_t rows = 64;
+  while (rows > 8 && columns * ceil_div(height, rows) < resident) rows /= 2;
+  return static_cast<int>(ceil_div(height, ceil_div(height, rows)));
 }
 
 inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
@@ -275,13 +284,14 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
   }
   if (cols >= index_limit) return plain("a row has more columns than 32 bits count");
   int rows = 1;
-  plan.march = step == 1 && c.fold == 1 && size < 8 && plan.vector_width * size >= 4 && march_taps(c.K) && tune("MARCH", 1);
+  // A tile of registers is faster where it holds the taps (NOTES.md: float32 to 11 taps); marching everywhere else.
+  const int tile = tile_taps(size, plan.vector_width, plan.channels_last, c.K);
+  plan.march = step == 1 && c.fold == 1 && size < 8 && plan.vector_width > 1 && march_taps(c.K) && !tile;
   if (plan.march) {
-    if (plan.vector_width > 1) {
-      const int width = march_width(size, c.K, plan.channels_last);
-      cols = cols * plan.vector_width / width;
-      plan.vector_width = width;
-    }
+    const int width = march_width(size, c.K, plan.channels_last);
+    cols = cols * plan.vector_width / width;
+    plan.vector_width = width;
+    plan.kernel = plan.channels_last ? kernel_name::march_channels_last : kernel_name::march;
     plan.taps = static_cast<int>(c.K);
     plan.threads = march_threads;
     const int64_t resident =
@@ -289,7 +299,7 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
     rows = march_rows(ceil_div(c.H_out, row_step), planes * cols * row_step, resident);
   } else {
     // Tall tiles re-read fewer rows, short ones give small problems enough threads.
-    if (step == 1 && c.fold == 1) plan.taps = template_taps(c.dtype, c.K);
+    if (step == 1 && c.fold == 1) plan.taps = tile;
     const int tall = tall_rows(size, plan.vector_width, plan.taps, plan.channels_last);
     const int low = low_rows(size, plan.vector_width);
     if (step == 1) {
@@ -359,7 +369,7 @@ inline int taps_in_shared(Dtype dtype) {
 inline void split_channels(ReductionPlan& plan, int64_t channels, int multiprocessors) {
   plan.channel_groups = static_cast<int>(plan.channels_last ? ceil_div(channels, 32) : channels);
   const int64_t groups = int64_t{plan.channel_groups} * plan.tap_chunks;
-  const int64_t wanted = ceil_div(int64_t{multiprocessors} * tune("SPLIT", 32), groups);
+  const int64_t wanted = ceil_div(int64_t{multiprocessors} * 32, groups);
   const int64_t turns = ceil_div(plan.tiling.blocks, std::min(wanted, plan.tiling.blocks));
   plan.splits = static_cast<int>(ceil_div(plan.tiling.blocks, turns));
 }
@@ -413,17 +423,20 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
     p.reason = p.channels_last ? "stride 1, channels_last: one pass, one channel a thread"
                : vectors       ? "stride 1, rows on 16 bytes: one pass, 16-byte vectors along the width"
                                : "stride 1, rows off 16-byte boundaries or padded: one pass, one element a load";
-    p.taps = template_taps(a.dtype, g.K);
     p.tap_chunk = static_cast<int>(g.K);
-    p.march = !p.channels_last && size < 8 && p.vector_width * size >= 4 && march_taps(g.K) && tune("MARCHB", 1);
+    p.march = !p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K);
     if (p.march) {
+      p.kernel = kernel_name::one_pass_march;
       p.taps = static_cast<int>(g.K);
       if (vectors) p.vector_width = march_backward_width(size, g.K);
       const int64_t resident = int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps);
       const int rows = march_rows(ceil_div(g.H, g.dilation.h), g.N * g.C * g.W / p.vector_width * g.dilation.h, resident);
       p.tiling = reduction_tiling(false, g.N, g.H, g.W, p.vector_width, rows, static_cast<int>(g.dilation.h));
-    } else p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, one_pass_rows(p.vector_width),
-                                static_cast<int>(g.dilation.h));
+    } else {
+      if (p.vector_width == 1) p.taps = tile_taps(size, 1, p.channels_last, g.K);
+      p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, one_pass_rows(p.vector_width),
+                                  static_cast<int>(g.dilation.h));
+    }
     split_channels(p, g.C, multiprocessors);
     // Each grad_output row must lie in the window of some input row for its sum to be made on the way.
     plan.bias_in_one_pass = want_bias && g.padding.w == 0 && g.padding.h <= g.dilation.h * (g.K - 1) &&

@@ -9,6 +9,7 @@ A tap that falls outside the input is left out, never multiplied by zero.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -60,7 +61,8 @@ def window(x: Tensor, rows: Pair, columns: Pair, offset: Pair, stride: Pair) -> 
     """View of x at the positions o * stride + offset for o in rows and columns."""
     starts = (rows[0] * stride[0] + offset[0], columns[0] * stride[1] + offset[1])
     ends = ((rows[1] - 1) * stride[0] + offset[0] + 1, (columns[1] - 1) * stride[1] + offset[1] + 1)
-    return x[:, :, starts[0] : ends[0] : stride[0], starts[1] : ends[1] : stride[1]]
+    steps = tuple(min(step, max(1, size)) for step, size in zip(stride, x.shape[2:]))  # slices overflow at huge ones
+    return x[:, :, starts[0] : ends[0] : steps[0], starts[1] : ends[1] : steps[1]]
 
 
 def forward(
@@ -135,27 +137,29 @@ def grad_weight(
     batch, channels, height, width = x4.shape
     dw = torch.zeros(tuple(weight_size), dtype=torch.float64, device=dy.device)
     across = span(dy4.shape[3], width, -padding[1], stride[1])
-    plane = dy4.shape[1] * max(1, across[1] - across[0])
-    row_step = max(1, CHUNK // plane)
-    batch_step = max(1, CHUNK // (plane * max(1, dy4.shape[2])))
+    # Steps along the batch, the height and the width that keep a part at CHUNK elements.
+    column_step = max(1, CHUNK // dy4.shape[1])
+    row_step = max(1, column_step // max(1, across[1] - across[0]))
+    batch_step = max(1, row_step // max(1, dy4.shape[2]))
     for k in range(weight_size[2]):
         offset = (k * dilation[0] - padding[0], -padding[1])
         down = span(dy4.shape[2], height, offset[0], stride[0])
-        if down[0] >= down[1] or across[0] >= across[1]:
-            continue
-        for n in range(0, batch, batch_step):
-            for row in range(down[0], down[1], row_step):
-                part = (row, min(row + row_step, down[1]))
-                read = window(x4[n : n + batch_step], part, across, offset, stride).double()
-                above = dy4[n : n + batch_step, :, part[0] : part[1], across[0] : across[1]].double()
-                terms = above.unflatten(1, (channels, -1)) * read[:, :, None]
-                dw[:, 0, k, 0] += terms.sum((0, 3, 4)).flatten()
+        for n, row, column in itertools.product(
+            range(0, batch, batch_step), range(*down, row_step), range(*across, column_step)
+        ):
+            rows, columns = (row, min(row + row_step, down[1])), (column, min(column + column_step, across[1]))
+            read = window(x4[n : n + batch_step], rows, columns, offset, stride).double()
+            above = dy4[n : n + batch_step, :, rows[0] : rows[1], columns[0] : columns[1]].double()
+            terms = above.unflatten(1, (channels, -1)) * read[:, :, None]
+            dw[:, 0, k, 0] += terms.sum((0, 3, 4)).flatten()
     return dw
 
 
 def grad_bias(dy: Tensor) -> Tensor:
-    """db in float64."""
-    return batched(dy).sum((0, 2, 3), dtype=torch.float64)
+    """db in float64: the gradient of a single tap that reads ones."""
+    dy4 = batched(dy)
+    ones = dy.new_ones(()).expand(dy4.shape)
+    return grad_weight(dy4, ones, (dy4.shape[1], 1, 1, 1), (1, 1), (0, 0), (1, 1)).flatten()
 
 
 def rms(tensor: Tensor) -> float:

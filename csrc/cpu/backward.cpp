@@ -14,13 +14,14 @@ void zero_all(const Operand& operand, const Geometry& g, Dtype dtype) {  // of a
 }
 
 // Sizes alone decide the split, so that every machine adds in the same order whatever its threads.
-void split(BackwardJob& job, int64_t sum_bytes) {
+void split(BackwardJob& job, int64_t sums) {
   const int64_t plane_work = job.H * job.W * job.K * job.multiplier, images = job.N;
   // Channels together: as many as a task's work asks for, while their sums fit a part of the L2 cache.
-  const int64_t fit = std::max<int64_t>((int64_t{1} << 17) / sum_bytes, 1);
   if (job.channels_last) {
-    job.channel_chunk = std::min(job.padded_channels, std::max(fit / most_lanes, int64_t{1}) * most_lanes);
+    const int64_t fit = (int64_t{1} << 16) / (sums * 4 * most_lanes);
+    job.channel_chunk = std::min(job.padded_channels, std::max<int64_t>(fit, 1) * most_lanes);
   } else {
+    const int64_t fit = std::max<int64_t>((int64_t{1} << 17) / (sums * 12 * 8), 1);
     job.channel_chunk = std::min({job.C, fit, quotient_up(task_work, std::max<int64_t>(plane_work, 1))});
   }
   job.channel_chunks = quotient_up(job.C, job.channel_chunk);
@@ -90,15 +91,19 @@ void backward(const BackwardArguments& arguments) {
   job.weight = weight.get();
 
   const Kernels& set = kernels();
-  const int64_t vector = job.channels_last ? sum_size(dtype) : set.vector_bytes;  // of a tap's sums, a channel
-  split(job, (g.K + 1) * g.multiplier * 64);
+  const int64_t lanes = set.vector_bytes / sum_size(dtype);
+  const int64_t per_channel = (g.K + 1) * g.multiplier;  // sums
+  split(job, per_channel);
   job.partial_size = (job.channels_last ? job.padded_channels : filters) * (g.K + 1);
   std::unique_ptr<double[]> partial;
   if (job.want_weight || job.want_bias) {
     partial.reset(new double[job.batch_chunks * job.row_chunks * job.partial_size]);
     job.partial = partial.get();
   }
-  const size_t scratch_bytes = (g.K + 1) * g.multiplier * vector * (quotient_up(job.channel_chunk, most_lanes) * most_lanes + 1);
+  const size_t scratch_bytes =
+      job.channels_last ? job.channel_chunk * per_channel * sum_size(dtype)
+                        : (job.channel_chunk + 1) * per_channel * set.vector_bytes +
+                              job.channel_chunk * per_channel * lanes * sizeof(double);
   const int64_t work = g.N * g.C * g.H * job.W * g.K * g.multiplier / job.tasks();
   const auto run = set.backward[static_cast<int>(dtype)];
   parallel_with_scratch(job.tasks(), task_work / std::max<int64_t>(work, 1), scratch_bytes,

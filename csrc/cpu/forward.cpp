@@ -81,7 +81,7 @@ void forward(const ForwardArguments& arguments) {
   const Kernels& set = kernels();
   const auto run = set.forward[static_cast<int>(dtype)];
   parallel_with_scratch(planes * job.row_chunks, task_work / std::max<int64_t>(job.row_chunk * row_work, 1),
-                        job.channels_last ? 0 : g.K * set.vector_bytes,
+                        job.channels_last ? 0 : (g.K + 1) * set.vector_bytes,
                         [&](int64_t begin, int64_t end, char* scratch) { run(job, begin, end, scratch); });
   if (output_copy) copy(wanted, job.output, out, dtype);
 }

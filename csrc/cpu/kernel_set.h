@@ -1,37 +1,34 @@
 // The kernels of one instruction set; included, like vec.h before it, inside the namespace of that set.
 //
-// Two families share two inner loops. In *rows* the lanes of a vector are neighbouring columns, weights are splat over
-// the lanes; in *channels_last* the lanes are neighbouring channels. Either way an inner loop walks `count` vectors that
-// lie a pitch apart, for a progression of taps that lie a tap step apart:
-//   convolve    output = bias + sum over taps of weight * input; up to eight outputs in registers, each weight vector is
-//               loaded once for them and each input vector once a tap (from L1 or L2 after its first tap).
-//   backpropagate  for up to six taps at once, loads input and grad_output once and makes both of
-//               grad_input += weight * grad_output and sum[tap] += input * grad_output, with the sums in registers.
-// Taps outside the input are left out of the progression, never multiplied by zero.
+// Two families share their inner loops. In *rows* the lanes of a vector are neighbouring columns and a tap's weight is
+// splat over them; in *channels_last* the lanes are neighbouring channels. What a thread does at a time is a tile:
+//   forward    up to four output rows by two vectors in registers. An input row is loaded once (from L1 or L2 after its
+//              first use) for all rows of the tile. Rows that no tile shares (a stride along the height) and *flat* runs
+//              (narrow planes without gaps, seen as one long row) take up to eight vectors of one row instead.
+//   backward   up to four rows of input and grad_input in registers, through which the rows of grad_output move: each is
+//              loaded once a tile for grad_input += weight * grad_output and sum[tap] += input * grad_output, and a
+//              tap's sum is loaded and stored once for all rows of the tile.
+// Taps outside the input are left out, never multiplied by zero. Rows of a tile lie `dilation` apart, so that their
+// windows overlap.
 //
-// Sums of grad_weight and grad_bias: a lane adds at most about 2 * flush_after terms in float, then joins the task's
-// double sums; forward.cpp's caller adds those of all tasks in their order.
+// Sums for grad_weight and grad_bias: a lane adds at most about 2 * flush_after terms in float before they join a double.
 
 constexpr int64_t flush_after = 64;
-constexpr int most_taps = 6;
+constexpr int most_rows = 4;
 
 DEPTHCONV_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 DEPTHCONV_INLINE int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
-DEPTHCONV_INLINE int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }  // a >= 0
+DEPTHCONV_INLINE int64_t clamp(int64_t a, int64_t low, int64_t high) { return greatest(low, least(a, high)); }
+DEPTHCONV_INLINE int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }               // a >= 0
+DEPTHCONV_INLINE int64_t floor_of(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }  // b > 0
 
-// A progression of taps k = first_tap + t * tap_step, each at row first_row + t * row_step of the other side.
+// Rows in the next tile of those left: 4, 2 or 1.
+DEPTHCONV_INLINE int tile_rows(int64_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+
+// A progression of taps k = first_tap + t * tap_step, each at output row first_row - t * row_step.
 struct Taps {
   int64_t first_tap, tap_step, first_row, row_step, count;
 };
-
-// The taps that output row h reads from inside the input.
-DEPTHCONV_INLINE Taps taps_of_output(const Job& job, int64_t h) {
-  const int64_t top = h * job.stride - job.padding;  // input row of tap 0
-  const int64_t first = top < 0 ? ceil_of(-top, job.dilation) : 0;
-  const int64_t end = top < job.H ? least(job.K, ceil_of(job.H - top, job.dilation)) : 0;
-  if (end <= first) return {0, 1, 0, job.dilation, 0};
-  return {first, 1, top + first * job.dilation, job.dilation, end - first};
-}
 
 DEPTHCONV_INLINE int64_t common_divisor(int64_t a, int64_t b) {
   while (b) {
@@ -46,7 +43,7 @@ DEPTHCONV_INLINE int64_t common_divisor(int64_t a, int64_t b) {
 DEPTHCONV_INLINE Taps taps_of_input(const Job& job, int64_t i) {
   const int64_t shared = job.stride == 1 ? 1 : common_divisor(job.stride, job.dilation);
   const int64_t tap_step = job.stride / shared, row_step = job.dilation / shared;
-  const Taps none = {0, tap_step, 0, -row_step, 0};
+  const Taps none = {0, tap_step, 0, row_step, 0};
   int64_t tap = 0;
   while (tap < tap_step && tap < job.K && (i + job.padding - tap * job.dilation) % job.stride != 0) ++tap;
   if (tap == tap_step || tap >= job.K) return none;
@@ -58,64 +55,41 @@ DEPTHCONV_INLINE Taps taps_of_input(const Job& job, int64_t i) {
     row -= skip * row_step;
   }
   if (tap >= job.K || row < 0) return none;
-  return {tap, tap_step, row, -row_step, least(ceil_of(job.K - tap, tap_step), row / row_step + 1)};
+  return {tap, tap_step, row, row_step, least(ceil_of(job.K - tap, tap_step), row / row_step + 1)};
 }
 
-// ---------------------------------------------------------------- forward
-
-template <typename T>
-struct Convolution {
-  const T* input;      // at the first tap
-  int64_t input_pitch, tap_step;
-  const Sum<T>* weight;  // a vector for each tap
-  int64_t weight_step, taps;
-  Vec<T> bias;
-  T* output;
-  int64_t output_pitch;
+// Where a row or a tile of rows finds input: step j of [begin, end) is input row top + j * dilation; row r of the tile
+// meets it with tap j - r.
+struct Window {
+  int64_t top, begin, end;
 };
-
-template <int vectors, bool full, typename T>
-DEPTHCONV_INLINE void convolve_tile(const Convolution<T>& c, const T* input, int64_t input_pitch, T* output,
-                                    int64_t output_pitch, int lanes) {
-  Vec<T> sum[vectors];
-  for (int v = 0; v < vectors; ++v) sum[v] = c.bias;
-  const Sum<T>* weight = c.weight;
-  for (int64_t k = 0; k < c.taps; ++k) {
-    const Vec<T> tap = load_bits<Vec<T>>(weight);
-    for (int v = 0; v < vectors; ++v) sum[v] = tap * load<full>(input + v * input_pitch, lanes) + sum[v];
-    input += c.tap_step;
-    weight += c.weight_step;
-  }
-  for (int v = 0; v < vectors; ++v) store<full>(output + v * output_pitch, sum[v], lanes);
+DEPTHCONV_INLINE Window window_of(const Job& job, int64_t h, int rows) {
+  const int64_t top = h * job.stride - job.padding;
+  const int64_t begin = top < 0 ? ceil_of(-top, job.dilation) : 0;
+  const int64_t end = top < job.H ? least(job.K + rows - 1, ceil_of(job.H - top, job.dilation)) : 0;
+  return {top, begin, end};
 }
 
-// `count` vectors; dense: they follow each other, so that the pitches are constants.
-template <bool dense, bool full, typename T>
-DEPTHCONV_INLINE void convolve(const Convolution<T>& c, int64_t count, int lanes) {
-  const int64_t input_pitch = dense ? lanes_of<T> : c.input_pitch, output_pitch = dense ? lanes_of<T> : c.output_pitch;
-  const T* input = c.input;
-  T* output = c.output;
-  int64_t v = 0;
-  if (full && dense)
-    for (; v + 8 <= count; v += 8, input += 8 * input_pitch, output += 8 * output_pitch)
-      convolve_tile<8, full>(c, input, input_pitch, output, output_pitch, lanes);
-  if (full || !dense)
-    for (; v + 4 <= count; v += 4, input += 4 * input_pitch, output += 4 * output_pitch)
-      convolve_tile<4, full>(c, input, input_pitch, output, output_pitch, lanes);
-  for (; v < count; ++v, input += input_pitch, output += output_pitch)
-    convolve_tile<1, full>(c, input, input_pitch, output, output_pitch, lanes);
+// The rows of [row_begin, row_end) that have all their taps inside, where the stride along the height is 1.
+struct Inner {
+  int64_t begin, end;
+};
+DEPTHCONV_INLINE Inner inner_rows(int64_t row_begin, int64_t row_end, int64_t first, int64_t last) {
+  const int64_t begin = clamp(first, row_begin, row_end);
+  return {begin, clamp(last, begin, row_end)};
 }
 
-// A row of n neighbouring elements.
+// Columns at a time, so that the rows of all taps stay in a quarter of a megabyte of cache.
 template <typename T>
-DEPTHCONV_INLINE void convolve_row(Convolution<T>& c, int64_t n) {
-  constexpr int lanes = lanes_of<T>;
-  const int64_t whole = n / lanes * lanes;
-  if (whole) convolve<true, true>(c, whole / lanes, lanes);
-  if (whole == n) return;
-  c.input += whole;
-  c.output += whole;
-  convolve<true, false>(c, 1, static_cast<int>(n - whole));
+DEPTHCONV_INLINE int64_t column_block(const Job& job) {
+  const int64_t fit = (int64_t{1} << 18) / (static_cast<int64_t>(sizeof(T)) * (job.K + most_rows));
+  return fit >= job.W ? greatest(job.W, 1) : greatest(fit / 512 * 512, 512);
+}
+// Whether rows without gaps are better run together: those that leave many lanes of their last vector empty.
+template <typename T>
+DEPTHCONV_INLINE bool runs_together(const Job& job) {
+  const int64_t vectors = ceil_of(job.W, lanes_of<T>);
+  return job.flat && column_block<T>(job) >= job.W && vectors * lanes_of<T> * 7 > job.W * 8;
 }
 
 template <typename T>
@@ -123,63 +97,141 @@ DEPTHCONV_INLINE void splat_weights(const Sum<T>* weight, int64_t count, Sum<T>*
   for (int64_t k = 0; k < count; ++k) store_bits(to + k * lanes_of<T>, splat<T>(weight[k]));
 }
 
-// Columns at a time, so that the rows of all taps stay in a quarter of a megabyte of cache.
+// ---------------------------------------------------------------- forward
+
 template <typename T>
-DEPTHCONV_INLINE int64_t column_block(const Job& job) {
-  const int64_t fit = (int64_t{1} << 18) / (static_cast<int64_t>(sizeof(T)) * job.K);
-  return fit >= job.W ? greatest(job.W, 1) : greatest(fit / 512 * 512, 512);
+struct Convolution {
+  int64_t taps, begin, end;           // steps as in Window
+  int64_t input_step;                 // between steps
+  const Sum<T>* weight;
+  int64_t weight_step;                // between taps
+  const Sum<T>* bias;                 // a vector
+  int64_t output_step;                // between the rows of the tile
+};
+
+// `rows` by `vectors` outputs. With `shared` weights and bias all vectors use the same, else each its own.
+template <int rows, int vectors, bool shared, bool full, typename T>
+DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t channel, T* output, int lanes) {
+  constexpr int step = lanes_of<T>;
+  Vec<T> sum[rows][vectors];
+  for (int v = 0; v < vectors; ++v) {
+    const Vec<T> bias = load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : v * step));
+    for (int r = 0; r < rows; ++r) sum[r][v] = bias;
+  }
+  const int64_t inner_begin = clamp(rows - 1, c.begin, c.end), inner_end = clamp(c.taps, inner_begin, c.end);
+  const Sum<T>* weight = c.weight + channel;
+  input += c.begin * c.input_step;
+  for (int64_t j = c.begin; j < c.end; ++j, input += c.input_step) {
+    if (j == inner_begin) {  // steps that all rows use
+      const Sum<T>* tap = weight + j * c.weight_step;
+      for (; j < inner_end; ++j, input += c.input_step, tap += c.weight_step) {
+        Vec<T> x[vectors];
+        for (int v = 0; v < vectors; ++v) x[v] = load<full>(input + v * step, lanes);
+        for (int r = 0; r < rows; ++r)
+          for (int v = 0; v < vectors; ++v)
+            sum[r][v] = load_bits<Vec<T>>(tap - r * c.weight_step + (shared ? 0 : v * step)) * x[v] + sum[r][v];
+      }
+      if (j >= c.end) break;
+    }
+    Vec<T> x[vectors];
+    for (int v = 0; v < vectors; ++v) x[v] = load<full>(input + v * step, lanes);
+    for (int r = 0; r < rows; ++r)
+      if (j >= r && j - r < c.taps)
+        for (int v = 0; v < vectors; ++v)
+          sum[r][v] = load_bits<Vec<T>>(weight + (j - r) * c.weight_step + (shared ? 0 : v * step)) * x[v] + sum[r][v];
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int v = 0; v < vectors; ++v) store<full>(output + r * c.output_step + v * step, sum[r][v], lanes);
+}
+
+// A tile of rows over n neighbouring elements.
+template <int rows, bool shared, typename T>
+void convolve_run(const Convolution<T>& c, const T* input, T* output, int64_t n) {
+  constexpr int step = lanes_of<T>, wide = rows == 1 ? (shared ? 8 : 4) : 2;
+  int64_t at = 0;
+  for (; at + wide * step <= n; at += wide * step)
+    convolve<rows, wide, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
+  if (wide == 8 && at + 4 * step <= n) {
+    convolve<rows, 4, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
+    at += 4 * step;
+  }
+  for (; at + step <= n; at += step)
+    convolve<rows, 1, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
+  if (at < n) convolve<rows, 1, shared, false>(c, input + at, shared ? 0 : at, output + at, static_cast<int>(n - at));
+}
+
+template <bool shared, typename T>
+DEPTHCONV_INLINE void convolve_rows(int rows, const Convolution<T>& c, const T* input, T* output, int64_t n) {
+  if (rows == 4) convolve_run<4, shared>(c, input, output, n);
+  else if (rows == 2) convolve_run<2, shared>(c, input, output, n);
+  else convolve_run<1, shared>(c, input, output, n);
+}
+
+// Output rows [row_begin, row_end) in tiles. input and output are the plane's (rows) or the image's (channels_last);
+// a row is `groups` runs of n elements, `input_group` and `output_group` apart.
+template <bool shared, typename T>
+void forward_tiles(const ForwardJob& job, Convolution<T> c, const T* input, T* output, int64_t row_begin,
+                   int64_t row_end, int64_t n, int64_t groups, int64_t input_group, int64_t output_group) {
+  const int64_t apart = job.stride == 1 ? job.dilation : 1, most = job.stride == 1 ? most_rows : 1;
+  for (int64_t base = row_begin; base < row_end; base += most * apart)
+    for (int64_t first = base; first < least(base + apart, row_end); ++first) {
+      int64_t left = least(most, ceil_of(row_end - first, apart));
+      for (int64_t h = first; left > 0;) {
+        const int rows = tile_rows(left);
+        const Window window = window_of(job, h, rows);
+        c.begin = window.begin;
+        c.end = window.end;
+        for (int64_t group = 0; group < groups; ++group)
+          convolve_rows<shared>(rows, c, input + window.top * job.input.stride.h + group * input_group,
+                                output + h * job.output.stride.h + group * output_group, n);
+        left -= rows;
+        h += rows * apart;
+      }
+    }
 }
 
 template <typename T>
 void forward_rows(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
   Sum<T>* taps = reinterpret_cast<Sum<T>*>(scratch);
+  Sum<T>* bias = taps + job.K * lanes_of<T>;
   const int64_t filters = job.C * job.multiplier, block = column_block<T>(job);
-  const bool flat = job.flat && block >= job.W;
+  const Strides in = job.input.stride, out = job.output.stride;
+  const bool together = runs_together<T>(job);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = task % job.row_chunks, plane = task / job.row_chunks, n = plane / filters, co = plane % filters;
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H_out, row_begin + job.row_chunk);
-    const T* input = static_cast<const T*>(job.input.data) + n * job.input.stride.n +
-                     co / job.multiplier * job.input.stride.c;
-    T* output = static_cast<T*>(job.output.data) + n * job.output.stride.n + co * job.output.stride.c;
+    const T* input = static_cast<const T*>(job.input.data) + n * in.n + co / job.multiplier * in.c;
+    T* output = static_cast<T*>(job.output.data) + n * out.n + co * out.c;
     splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + co * job.K, job.K, taps);
-    const Vec<T> bias = splat<T>(static_cast<const Sum<T>*>(job.bias)[co]);
-    // Rows below this one have a tap beyond the bottom.
-    const int64_t inner_end = job.H + job.padding - (job.K - 1) * job.dilation;
-    for (int64_t column = 0; column < job.W; column += block)
-      for (int64_t h = row_begin, rows; h < row_end; h += rows) {
-        const Taps t = taps_of_output(job, h);
-        rows = flat && t.count == job.K ? least(row_end, inner_end) - h : 1;
-        Convolution<T> c{input + t.first_row * job.input.stride.h + column, 0, t.row_step * job.input.stride.h,
-                         taps + t.first_tap * lanes_of<T>, lanes_of<T>, t.count, bias,
-                         output + h * job.output.stride.h + column, 0};
-        convolve_row(c, rows == 1 ? least(block, job.W - column) : rows * job.W);
-      }
+    splat_weights<T>(static_cast<const Sum<T>*>(job.bias) + co, 1, bias);
+    const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, taps, lanes_of<T>, bias,
+                           job.dilation * out.h};
+    if (together) {
+      const Inner inner = inner_rows(row_begin, row_end, job.padding,
+                                     job.H + job.padding - (job.K - 1) * job.dilation);
+      forward_tiles<true>(job, c, input, output, row_begin, inner.begin, job.W, 1, 0, 0);
+      if (inner.begin < inner.end)
+        convolve_run<1, true>(c, input + (inner.begin - job.padding) * in.h, output + inner.begin * out.h,
+                              (inner.end - inner.begin) * job.W);
+      forward_tiles<true>(job, c, input, output, inner.end, row_end, job.W, 1, 0, 0);
+    } else {
+      for (int64_t column = 0; column < job.W; column += block)
+        forward_tiles<true>(job, c, input + column, output + column, row_begin, row_end, least(block, job.W - column),
+                            1, 0, 0);
+    }
   }
 }
 
 template <typename T>
 void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, char*) {
-  constexpr int lanes = lanes_of<T>, pixels = 8;
   const Strides in = job.input.stride, out = job.output.stride;
-  const Sum<T>* weight = static_cast<const Sum<T>*>(job.weight);
-  const Sum<T>* bias = static_cast<const Sum<T>*>(job.bias);
+  const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, static_cast<const Sum<T>*>(job.weight),
+                         job.padded_channels, static_cast<const Sum<T>*>(job.bias), job.dilation * out.h};
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = task % job.row_chunks, n = task / job.row_chunks;
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H_out, row_begin + job.row_chunk);
-    for (int64_t h = row_begin; h < row_end; ++h) {
-      const Taps t = taps_of_output(job, h);
-      const T* input = static_cast<const T*>(job.input.data) + n * in.n + t.first_row * in.h;
-      T* output = static_cast<T*>(job.output.data) + n * out.n + h * out.h;
-      for (int64_t w = 0; w < job.W; w += pixels)
-        for (int64_t channel = 0; channel < job.C; channel += lanes) {
-          const Convolution<T> c{input + w * in.w + channel, in.w, t.row_step * in.h,
-                                 weight + t.first_tap * job.padded_channels + channel, job.padded_channels, t.count,
-                                 load_bits<Vec<T>>(bias + channel), output + w * out.w + channel, out.w};
-          const int64_t count = least(pixels, job.W - w), left = job.C - channel;
-          if (left >= lanes) convolve<false, true>(c, count, lanes);
-          else convolve<false, false>(c, count, static_cast<int>(left));
-        }
-    }
+    forward_tiles<false>(job, c, static_cast<const T*>(job.input.data) + n * in.n,
+                         static_cast<T*>(job.output.data) + n * out.n, row_begin, row_end, job.C, job.W, in.w, out.w);
   }
 }
 
@@ -190,242 +242,286 @@ void forward_any(const ForwardJob& job, int64_t begin, int64_t end, char* scratc
 
 // ---------------------------------------------------------------- backward
 
-// `count` vectors of input and grad_input against a progression of taps: tap t reads grad_output + t * tap_step, its
-// weight vector lies at weight + t * weight_step and its sums at sum + t * sum_step.
+// Row r of a tile meets tap k at the output row r - k steps from the one that grad_output points at; only steps of
+// [least_step, most_step] lie inside. All rows use the taps of [all_begin, all_end), some rows those of the rest of
+// [begin, end).
 template <typename T>
 struct Backpropagation {
+  int64_t begin, all_begin, all_end, end, least_step, most_step;
+  int64_t input_step, output_step, grad_step;  // between rows
+  int64_t weight_step, sum_step;               // between taps
+  int64_t filters, filter_output, filter_weight, filter_sum;  // number of filters of the channel, and between them
+};
+
+template <typename T>
+DEPTHCONV_INLINE void set_taps(Backpropagation<T>& b, int64_t taps, int rows, int64_t least_step, int64_t most_step) {
+  b.least_step = least_step;
+  b.most_step = most_step;
+  b.begin = clamp(-most_step, 0, taps);
+  b.end = clamp(rows - least_step, b.begin, taps);
+  b.all_begin = clamp(rows - 1 - most_step, b.begin, b.end);
+  b.all_end = clamp(1 - least_step, b.all_begin, b.end);
+}
+
+enum class Wanted { both, input, weight };
+
+// flat: the rows of the tile are neighbouring vectors of one run, `input_step` apart, and taps lie output_step apart.
+template <int rows, Wanted wanted, bool flat, bool full, typename T>
+DEPTHCONV_INLINE void backpropagate(const Backpropagation<T>& b, const T* input, const T* grad_output,
+                                    const Sum<T>* weight, Sum<T>* sum, T* grad_input, int lanes) {
+  constexpr bool weight_wanted = wanted != Wanted::input, input_wanted = wanted != Wanted::weight;
+  Vec<T> x[rows], dx[rows];
+  for (int r = 0; r < rows; ++r) {
+    x[r] = weight_wanted ? load<full>(input + r * b.input_step, lanes) : Vec<T>{};
+    dx[r] = Vec<T>{};
+  }
+  for (int64_t filter = 0; filter < b.filters; ++filter) {
+    for (int64_t k = b.begin; k < b.end; ++k) {
+      if (k == b.all_begin && k < b.all_end) {
+        const T* from = grad_output - k * b.output_step;
+        Vec<T> dy[rows];
+        if (!flat)
+          for (int r = 1; r < rows; ++r) dy[r - 1] = load<full>(from + r * b.output_step, lanes);
+        for (; k < b.all_end; ++k, from -= b.output_step) {
+          if (flat) {
+            for (int r = 0; r < rows; ++r) dy[r] = load<full>(from + r * lanes_of<T>, lanes);
+          } else {
+            for (int r = rows - 1; r > 0; --r) dy[r] = dy[r - 1];
+            dy[0] = load<full>(from, lanes);
+          }
+          if (weight_wanted) {
+            Vec<T> total = load_bits<Vec<T>>(sum + k * b.sum_step);
+            for (int r = 0; r < rows; ++r) total = x[r] * dy[r] + total;
+            store_bits(sum + k * b.sum_step, total);
+          }
+          if (input_wanted) {
+            const Vec<T> tap = load_bits<Vec<T>>(weight + k * b.weight_step);
+            for (int r = 0; r < rows; ++r) dx[r] = tap * dy[r] + dx[r];
+          }
+        }
+        if (k >= b.end) break;
+      }
+      Vec<T> total = load_bits<Vec<T>>(sum + k * b.sum_step);
+      const Vec<T> tap = load_bits<Vec<T>>(weight + k * b.weight_step);
+      for (int r = 0; r < rows; ++r) {
+        if (r - k < b.least_step || r - k > b.most_step) continue;
+        const Vec<T> dy = load<full>(grad_output + (r - k) * b.output_step, lanes);
+        if (weight_wanted) total = x[r] * dy + total;
+        if (input_wanted) dx[r] = tap * dy + dx[r];
+      }
+      if (weight_wanted) store_bits(sum + k * b.sum_step, total);
+    }
+    grad_output += b.filter_output;
+    weight += b.filter_weight;
+    sum += b.filter_sum;
+  }
+  if (input_wanted)
+    for (int r = 0; r < rows; ++r) store<full>(grad_input + r * b.grad_step, dx[r], lanes);
+}
+
+// What the tiles of a row of the plane or image share.
+template <typename T>
+struct Place {
   const T* input;
-  int64_t input_pitch;
   const T* grad_output;
-  int64_t output_pitch, tap_step;
   const Sum<T>* weight;
-  int64_t weight_step;
   Sum<T>* sum;
-  int64_t sum_step;
   T* grad_input;
-  int64_t grad_pitch;
-  Sum<T>* carry;  // the running grad_input, where one pass does not hold all taps
 };
 
-enum class Wanted { both, both_carried, weight };
-
-template <int taps, Wanted wanted, bool dense, bool full, typename T>
-__attribute__((noinline)) void backpropagate(const Backpropagation<T>& b, int64_t count, int lanes) {
-  constexpr int step = lanes_of<T>;
-  const int64_t input_pitch = dense ? step : b.input_pitch, output_pitch = dense ? step : b.output_pitch;
-  const int64_t grad_pitch = dense ? step : b.grad_pitch;
-  Vec<T> sum[taps], weight[taps];
-  const T* grad_output[taps];
-  for (int t = 0; t < taps; ++t) {
-    sum[t] = load_bits<Vec<T>>(b.sum + t * b.sum_step);
-    weight[t] = load_bits<Vec<T>>(b.weight + t * b.weight_step);
-    grad_output[t] = b.grad_output + t * b.tap_step;
-  }
-  for (int64_t v = 0; v < count; ++v) {
-    const Vec<T> x = load<full>(b.input + v * input_pitch, lanes);
-    Vec<T> dx = {};
-    if (wanted == Wanted::both_carried) dx = load_bits<Vec<T>>(b.carry + v * step);
-    for (int t = 0; t < taps; ++t) {
-      const Vec<T> dy = load<full>(grad_output[t] + v * output_pitch, lanes);
-      if (wanted != Wanted::weight) dx = weight[t] * dy + dx;
-      sum[t] = x * dy + sum[t];
-    }
-    if (wanted == Wanted::both) store<full>(b.grad_input + v * grad_pitch, dx, lanes);
-    if (wanted == Wanted::both_carried) store_bits(b.carry + v * step, dx);
-  }
-  for (int t = 0; t < taps; ++t) store_bits(b.sum + t * b.sum_step, sum[t]);
+// Up to flush_after vectors of a tile of rows. shared: the vectors have the same taps and sums (rows).
+template <int rows, Wanted wanted, bool flat, bool shared, typename T>
+void backpropagate_run(const Backpropagation<T>& b, const Place<T>& p, int64_t n) {
+  constexpr int step = lanes_of<T>, across = flat ? rows * step : step;
+  int64_t at = 0;
+  for (; at + across <= n; at += across)
+    backpropagate<rows, wanted, flat, true>(b, p.input + at, p.grad_output + at, p.weight + (shared ? 0 : at),
+                                            p.sum + (shared ? 0 : at), p.grad_input + at, step);
+  if (flat)
+    for (; at + step <= n; at += step)
+      backpropagate<1, wanted, false, true>(b, p.input + at, p.grad_output + at, p.weight, p.sum, p.grad_input + at, step);
+  if (at < n)
+    backpropagate<flat ? 1 : rows, wanted, false, false>(b, p.input + at, p.grad_output + at,
+                                                         p.weight + (shared ? 0 : at), p.sum + (shared ? 0 : at),
+                                                         p.grad_input + at, static_cast<int>(n - at));
 }
 
-template <Wanted wanted, bool dense, bool full, typename T>
-DEPTHCONV_INLINE void backpropagate_group(const Backpropagation<T>& b, int taps, int64_t count, int lanes) {
-  switch (taps) {
-    case 1: return backpropagate<1, wanted, dense, full>(b, count, lanes);
-    case 2: return backpropagate<2, wanted, dense, full>(b, count, lanes);
-    case 3: return backpropagate<3, wanted, dense, full>(b, count, lanes);
-    case 4: return backpropagate<4, wanted, dense, full>(b, count, lanes);
-    case 5: return backpropagate<5, wanted, dense, full>(b, count, lanes);
-    default: return backpropagate<6, wanted, dense, full>(b, count, lanes);
-  }
+template <int rows, bool flat, bool shared, typename T>
+DEPTHCONV_INLINE void backpropagate_wanted(Wanted wanted, const Backpropagation<T>& b, const Place<T>& p, int64_t n) {
+  if (wanted == Wanted::both) backpropagate_run<rows, Wanted::both, flat, shared>(b, p, n);
+  else if (wanted == Wanted::input) backpropagate_run<rows, Wanted::input, flat, shared>(b, p, n);
+  else backpropagate_run<rows, Wanted::weight, flat, shared>(b, p, n);
 }
 
-// The taps of one input row: `outer` filters (their steps apart) of `inner` taps each.
+template <bool shared, typename T>
+DEPTHCONV_INLINE void backpropagate_rows(int rows, Wanted wanted, const Backpropagation<T>& b, const Place<T>& p,
+                                         int64_t n) {
+  if (rows == 4) backpropagate_wanted<4, false, shared>(wanted, b, p, n);
+  else if (rows == 2) backpropagate_wanted<2, false, shared>(wanted, b, p, n);
+  else backpropagate_wanted<1, false, shared>(wanted, b, p, n);
+}
+
+// Sums of a task in float, flushed to double: `taps` runs of `width` elements, total_width apart in the totals.
 template <typename T>
-struct Progression {
-  const T* grad_output;
-  const Sum<T>* weight;
-  Sum<T>* sum;
-  int64_t inner, tap_step, weight_step, sum_step;
-  int64_t outer, outer_tap_step, outer_weight_step, outer_sum_step;
-};
-
-// At most flush_after vectors: all taps in even groups of up to most_taps.
-template <bool dense, bool full, typename T>
-void backpropagate_all(Backpropagation<T> b, const Progression<T>& p, int64_t count, int lanes) {
-  constexpr int step = lanes_of<T>;
-  if (p.inner == 0) {
-    if (b.grad_input)
-      for (int64_t v = 0; v < count; ++v) store<full>(b.grad_input + v * (dense ? step : b.grad_pitch), Vec<T>{}, lanes);
-    return;
-  }
-  const int64_t groups = ceil_of(p.inner, most_taps), size = p.inner / groups, larger = p.inner % groups;
-  const bool carried = b.grad_input && p.outer * groups > 1;
-  alignas(64) Sum<T> carry[flush_after * step];
-  if (carried)
-    for (int64_t v = 0; v < count; ++v) store_bits(carry + v * step, Vec<T>{});
-  b.carry = carry;
-  b.tap_step = p.tap_step;
-  b.weight_step = p.weight_step;
-  b.sum_step = p.sum_step;
-  for (int64_t o = 0; o < p.outer; ++o) {
-    b.grad_output = p.grad_output + o * p.outer_tap_step;
-    b.weight = p.weight + o * p.outer_weight_step;
-    b.sum = p.sum + o * p.outer_sum_step;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int taps = static_cast<int>(size + (g < larger));
-      if (!b.grad_input) backpropagate_group<Wanted::weight, dense, full>(b, taps, count, lanes);
-      else if (carried) backpropagate_group<Wanted::both_carried, dense, full>(b, taps, count, lanes);
-      else backpropagate_group<Wanted::both, dense, full>(b, taps, count, lanes);
-      b.grad_output += taps * p.tap_step;
-      b.weight += taps * p.weight_step;
-      b.sum += taps * p.sum_step;
-    }
-  }
-  if (carried)
-    for (int64_t v = 0; v < count; ++v)
-      store<full>(b.grad_input + v * (dense ? step : b.grad_pitch), load_bits<Vec<T>>(carry + v * step), lanes);
-}
-
-template <bool full, typename T>
-DEPTHCONV_INLINE Vec<T> add_vectors(Vec<T> sum, const T* from, int64_t pitch, int64_t count, int lanes) {
-  for (int64_t v = 0; v < count; ++v) sum += load<full>(from + v * pitch, lanes);
-  return sum;
-}
-
-// Sums of rows: one input channel's, (K + 1) vectors for each of its filters, the last one for grad_bias.
-template <typename T>
-struct RowSums {
+struct Sums {
   Sum<T>* sum;
   double* total;  // null where they are not wanted
-  int64_t count;  // vectors
-  int64_t terms;  // added by a lane since the last flush
+  int64_t taps, elements, width, total_width;
+  int64_t terms;  // that a lane has added since the last flush
   DEPTHCONV_INLINE void add(int64_t more) {
     terms += more;
     if (terms >= flush_after) flush();
   }
   void flush() {
-    for (int64_t k = 0; k < count; ++k) {
-      double all = 0;
-      for (int lane = 0; lane < lanes_of<T>; ++lane) all += sum[k * lanes_of<T> + lane];
-      if (total) total[k] += all;
-      store_bits(sum + k * lanes_of<T>, Vec<T>{});
+    for (int64_t k = 0; k < taps; ++k) {
+      Sum<T>* __restrict from = sum + k * width;
+      if (total) {
+        double* __restrict to = total + k * total_width;
+        for (int64_t i = 0; i < elements; ++i) to[i] += from[i];
+      }
+      for (int64_t i = 0; i < elements; ++i) from[i] = 0;
     }
     terms = 0;
   }
 };
 
-// Sums of channels_last: `taps` rows of `channels`, a lane each, `width` apart (`total_width` in the totals).
-template <typename T>
-struct ChannelSums {
-  Sum<T>* sum;
-  double* total;
-  int64_t taps, channels, width, total_width, terms;
-  DEPTHCONV_INLINE void add(int64_t more) {
-    terms += more;
-    if (terms >= flush_after) flush();
+// Adds a run of n neighbouring elements to one vector of sums (shared) or to the vector of each.
+template <bool shared, typename T>
+DEPTHCONV_INLINE void add_run(const T* from, int64_t n, Sum<T>* sum) {
+  constexpr int step = lanes_of<T>;
+  Vec<T> total = shared ? load_bits<Vec<T>>(sum) : Vec<T>{};
+  int64_t at = 0;
+  for (; at < n; at += step) {
+    const Vec<T> value = at + step <= n ? load<true>(from + at) : load<false>(from + at, static_cast<int>(n - at));
+    if (shared) total += value;
+    else store_bits(sum + at, load_bits<Vec<T>>(sum + at) + value);
   }
-  void flush() {
-    for (int64_t k = 0; k < taps; ++k)
-      for (int64_t c = 0; c < channels; ++c) {
-        if (total) total[k * total_width + c] += sum[k * width + c];
-        sum[k * width + c] = 0;
-      }
-    terms = 0;
-  }
-};
-
-// grad_input alone, one filter a channel: the forward loop over the reversed taps.
-template <typename T>
-DEPTHCONV_INLINE void backward_input_row(const BackwardJob& job, const Taps& t, const T* grad_output, const Sum<T>* taps,
-                                         T* grad_input, int64_t n) {
-  constexpr int lanes = lanes_of<T>;
-  Convolution<T> c{grad_output, 0, t.row_step * job.grad_output.stride.h, taps + t.first_tap * lanes,
-                   t.tap_step * lanes, t.count, Vec<T>{}, grad_input, 0};
-  convolve_row(c, n);
+  if (shared) store_bits(sum, total);
 }
 
-// Rows [row_begin, row_end) of one input plane, and the share of grad_output rows that grad_bias sums here.
+// Input rows [row_begin, row_end) in tiles. A row is `groups` runs of n elements (input_group, output_group, grad_group
+// apart). all_grad_output: its rows in the same way, all columns, for grad_bias, whose sums lie at bias_sum; null where
+// it is not wanted.
 template <typename T>
-void backward_plane(const BackwardJob& job, int64_t n, int64_t channel, int64_t row_begin, int64_t row_end,
-                    const Sum<T>* taps, RowSums<T>& sums) {
-  constexpr int lanes = lanes_of<T>;
-  const Strides in = job.input.stride, out = job.grad_output.stride, grad = job.grad_input.stride;
-  const int64_t m = job.multiplier, K = job.K, block = column_block<T>(job);
-  const bool flat = job.flat && block >= job.W;
-  const T* input = static_cast<const T*>(job.input.data) + n * in.n + channel * in.c;
-  const T* grad_output = static_cast<const T*>(job.grad_output.data) + n * out.n + channel * m * out.c;
-  const T* all_grad_output = static_cast<const T*>(job.all_grad_output) + n * out.n + channel * m * out.c;
-  T* grad_input = job.grad_input.data
-                      ? static_cast<T*>(job.grad_input.data) + n * grad.n + channel * grad.c : nullptr;
-  const bool sums_wanted = job.want_weight || (grad_input && m > 1);
-  const int64_t merge = greatest(4096 / greatest(job.W, 1), 1);
-  for (int64_t column = 0; column < greatest(job.W, 1); column += block)
-    for (int64_t i = row_begin, rows; i < row_end; i += rows) {
-      const Taps t = taps_of_input(job, i);
-      // Row i has all its taps: so have the next ones down to H_out - padding.
-      rows = flat && t.count == K ? least(merge, least(row_end, job.H_out - job.padding) - i) : 1;
-      const int64_t elements = rows == 1 ? least(block, job.W - column) : rows * job.W;
-      const T* from = grad_output + t.first_row * out.h + column;
-      T* to = grad_input ? grad_input + i * grad.h + column : nullptr;
-      if (sums_wanted) {
-        Progression<T> p{from, taps + t.first_tap * lanes, sums.sum + t.first_tap * lanes,
-                         t.count, t.row_step * out.h, t.tap_step * lanes, t.tap_step * lanes,
-                         m, out.c, K * lanes, (K + 1) * lanes};
-        if (t.count == 1 && m > 1) {
-          p.inner = m, p.tap_step = out.c, p.weight_step = K * lanes, p.sum_step = (K + 1) * lanes;
-          p.outer = 1;
-        }
-        const T* x = input + i * in.h + column;
-        for (int64_t at = 0; at < elements;) {
-          const int64_t vectors = least((elements - at) / lanes, flush_after);
-          const int rest = vectors ? 0 : static_cast<int>(elements - at);
-          Backpropagation<T> b{};
-          b.input = x + at;
-          b.grad_input = to ? to + at : nullptr;
-          if (vectors) backpropagate_all<true, true>(b, p, vectors, lanes);
-          else backpropagate_all<true, false>(b, p, 1, rest);
-          const int64_t step = vectors ? vectors * lanes : rest;
-          p.grad_output += step;
-          at += step;
-          sums.add(vectors ? vectors : 1);
-        }
-      } else if (to) {
-        backward_input_row(job, t, from, taps, to, elements);
+struct Rows {
+  Backpropagation<T> b;
+  Place<T> place;
+  Wanted wanted;
+  bool nothing;  // but grad_bias is wanted
+  int64_t n, groups, input_group, output_group, grad_group;
+  const T* all_grad_output;
+  int64_t all_n, all_groups;
+  Sum<T>* bias_sum;
+};
+
+template <bool shared, typename T>
+void sum_bias(const BackwardJob& job, const Rows<T>& rows, int64_t row_begin, int64_t row_end, Sums<T>& sums) {
+  if (!rows.all_grad_output) return;
+  const int64_t piece = shared ? flush_after * lanes_of<T> : rows.all_n;
+  for (int64_t o = row_begin * job.H_out / job.H; o < row_end * job.H_out / job.H; ++o)
+    for (int64_t group = 0; group < rows.all_groups; ++group)
+      for (int64_t at = 0; at < rows.all_n; at += piece) {
+        const int64_t n = least(piece, rows.all_n - at);
+        for (int64_t filter = 0; filter < rows.b.filters; ++filter)
+          add_run<shared>(rows.all_grad_output + filter * rows.b.filter_output + o * job.grad_output.stride.h +
+                              group * rows.output_group + at,
+                          n, rows.bias_sum + filter * rows.b.filter_sum);
+        sums.add(shared ? ceil_of(n, lanes_of<T>) : 1);
       }
-      if (!job.want_bias || column > 0) continue;
-      const int64_t bias_begin = i * job.H_out / job.H, bias_end = (i + rows) * job.H_out / job.H;
-      for (int64_t o = bias_begin; o < bias_end; ++o)
-        for (int64_t at = 0; at < job.W_out;) {
-          const int64_t vectors = least((job.W_out - at) / lanes, flush_after);
-          const int rest = vectors ? 0 : static_cast<int>(job.W_out - at);
-          for (int64_t j = 0; j < m; ++j) {
-            Sum<T>* sum = sums.sum + (j * (K + 1) + K) * lanes;
-            const T* dy = all_grad_output + j * out.c + o * out.h + at;
-            const Vec<T> before = load_bits<Vec<T>>(sum);
-            store_bits(sum, vectors ? add_vectors<true>(before, dy, lanes, vectors, lanes)
-                                    : add_vectors<false>(before, dy, lanes, 1, rest));
-          }
-          at += vectors ? vectors * lanes : rest;
-          sums.add(vectors ? vectors : 1);
+}
+
+template <bool shared, typename T>
+void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, int64_t row_end, Sums<T>& sums) {
+  constexpr int step = lanes_of<T>;
+  const int64_t apart = job.stride == 1 ? job.dilation : 1, most = job.stride == 1 ? most_rows : 1;
+  const int64_t tap_width = rows.b.weight_step, sum_width = rows.b.sum_step;
+  for (int64_t base = row_begin; base < row_end; base += most * apart) {
+    const int64_t base_end = least(base + most * apart, row_end);
+    for (int64_t first = base; first < least(base + apart, row_end) && !rows.nothing; ++first) {
+      int64_t left = least(most, ceil_of(row_end - first, apart));
+      for (int64_t i = first; left > 0;) {
+        const int count = tile_rows(left);
+        Backpropagation<T> b = rows.b;
+        Place<T> place = rows.place;
+        if (job.stride == 1) {
+          const int64_t row = i + job.padding;
+          set_taps(b, job.K, count, -(row / job.dilation), floor_of(job.H_out - 1 - row, job.dilation));
+          place.grad_output += row * job.grad_output.stride.h;
+          b.output_step = job.dilation * job.grad_output.stride.h;
+        } else {
+          const Taps t = taps_of_input(job, i);
+          set_taps(b, t.count, 1, 1 - t.count, 0);
+          place.grad_output += t.first_row * job.grad_output.stride.h;
+          place.weight += t.first_tap * tap_width;
+          place.sum += t.first_tap * sum_width;
+          b.output_step = t.row_step * job.grad_output.stride.h;
+          b.weight_step = t.tap_step * tap_width;
+          b.sum_step = t.tap_step * sum_width;
         }
+        place.input += i * job.input.stride.h;
+        place.grad_input += i * job.grad_input.stride.h;
+        const int64_t piece = shared ? flush_after / most_rows * step : rows.n;
+        for (int64_t group = 0; group < rows.groups; ++group) {
+          for (int64_t at = 0; at < rows.n; at += piece) {
+            const int64_t n = least(piece, rows.n - at);
+            backpropagate_rows<shared>(count, rows.wanted, b,
+                                       Place<T>{place.input + at, place.grad_output + at, place.weight, place.sum,
+                                                place.grad_input + at}, n);
+            sums.add(shared ? count * ceil_of(n, step) : count);
+          }
+          place.input += rows.input_group;
+          place.grad_output += rows.output_group;
+          place.grad_input += rows.grad_group;
+        }
+        left -= count;
+        i += count * apart;
+      }
     }
+    sum_bias<shared>(job, rows, base, base_end, sums);
+  }
+}
+
+// Rows that have all their taps, run together as one.
+template <typename T>
+void backward_together(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, int64_t row_end, Sums<T>& sums) {
+  constexpr int step = lanes_of<T>;
+  const int64_t merge = greatest(flush_after * step / job.W, 1);
+  for (int64_t i = row_begin, end; i < row_end; i = end) {
+    end = least(i + merge, row_end);
+    Backpropagation<T> b = rows.b;
+    set_taps(b, job.K, 1, 1 - job.K, 0);
+    b.input_step = b.grad_step = step;
+    b.output_step = job.dilation * job.grad_output.stride.h;
+    const Place<T> place{rows.place.input + i * job.input.stride.h,
+                         rows.place.grad_output + (i + job.padding) * job.grad_output.stride.h, rows.place.weight,
+                         rows.place.sum, rows.place.grad_input + i * job.grad_input.stride.h};
+    const int64_t n = (end - i) * job.W;
+    if (!rows.nothing) {
+      backpropagate_wanted<most_rows, true, true>(rows.wanted, b, place, n);
+      sums.add(ceil_of(n, step));
+    }
+    sum_bias<true>(job, rows, i, end, sums);
+  }
+}
+
+template <typename T>
+DEPTHCONV_INLINE Wanted wanted_of(const BackwardJob& job) {
+  return !job.grad_input.data ? Wanted::weight : job.want_weight ? Wanted::both : Wanted::input;
 }
 
 template <typename T>
 void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scratch) {
   constexpr int lanes = lanes_of<T>;
+  const Strides in = job.input.stride, out = job.grad_output.stride, grad = job.grad_input.stride;
   const int64_t m = job.multiplier, K = job.K, per_channel = m * (K + 1);
+  // Scratch: the taps of a channel's filters, then for every channel and filter K + 1 vectors of sums, in float and again
+  // in double; the last of the K + 1 is for grad_bias.
   Sum<T>* taps = reinterpret_cast<Sum<T>*>(scratch);
-  Sum<T>* all_sums = taps + m * K * lanes;
+  Sum<T>* sum = taps + m * K * lanes;
+  double* total = reinterpret_cast<double*>(scratch + (m * K + job.channel_chunk * per_channel) * VECTOR_BYTES);
+  const int64_t block = column_block<T>(job);
+  const bool together = runs_together<T>(job);
+  const Inner whole{(K - 1) * job.dilation - job.padding, job.H_out - job.padding};
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = task % job.row_chunks, group = task / job.row_chunks % job.channel_chunks;
     const int64_t batch = task / job.row_chunks / job.channel_chunks;
@@ -433,33 +529,61 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
     const int64_t c_begin = group * job.channel_chunk, c_end = least(job.C, c_begin + job.channel_chunk);
     const int64_t n_begin = batch * job.batch_chunk, n_end = least(job.N, n_begin + job.batch_chunk);
     const int64_t vectors = (c_end - c_begin) * per_channel;
-    for (int64_t v = 0; v < vectors; ++v) store_bits(all_sums + v * lanes, Vec<T>{});
-    double* total = nullptr;
-    if (job.partial) {
-      total = job.partial + (batch * job.row_chunks + part) * job.partial_size + c_begin * per_channel;
-      for (int64_t v = 0; v < vectors; ++v) total[v] = 0;
+    for (int64_t i = 0; i < vectors * lanes; ++i) {
+      sum[i] = 0;
+      total[i] = 0;
     }
     int64_t terms = 0;  // the same for every channel: their planes are alike
     for (int64_t n = n_begin; n < n_end; ++n) {
       int64_t terms_after = terms;
       for (int64_t c = c_begin; c < c_end; ++c) {
         splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + c * m * K, m * K, taps);
-        const int64_t at = (c - c_begin) * per_channel;
-        RowSums<T> sums{all_sums + at * lanes, total ? total + at : nullptr, per_channel, terms};
-        backward_plane<T>(job, n, c, row_begin, row_end, taps, sums);
+        const int64_t at = (c - c_begin) * per_channel * lanes;
+        Sums<T> sums{sum + at, total + at, 1, per_channel * lanes, 0, 0, terms};
+        Rows<T> rows{};
+        rows.b.input_step = job.dilation * in.h;
+        rows.b.grad_step = job.dilation * grad.h;
+        rows.b.weight_step = rows.b.sum_step = lanes;
+        rows.b.filters = m;
+        rows.b.filter_output = out.c;
+        rows.b.filter_weight = K * lanes;
+        rows.b.filter_sum = (K + 1) * lanes;
+        rows.wanted = wanted_of<T>(job);
+        rows.nothing = !job.grad_input.data && !job.want_weight;
+        rows.groups = rows.all_groups = 1;
+        rows.all_n = job.W_out;
+        rows.bias_sum = sum + at + K * lanes;
+        const Place<T> plane{static_cast<const T*>(job.input.data) + n * in.n + c * in.c,
+                             static_cast<const T*>(job.grad_output.data) + n * out.n + c * m * out.c, taps, sum + at,
+                             static_cast<T*>(job.grad_input.data) + n * grad.n + c * grad.c};
+        for (int64_t column = 0; column < greatest(job.W, 1); column += block) {
+          rows.place = {plane.input + column, plane.grad_output + column, taps, sum + at, plane.grad_input + column};
+          rows.n = least(block, job.W - column);
+          rows.all_grad_output = job.want_bias && column == 0
+                                     ? static_cast<const T*>(job.all_grad_output) + n * out.n + c * m * out.c : nullptr;
+          const Inner inner = together ? inner_rows(row_begin, row_end, whole.begin, whole.end) : Inner{row_end, row_end};
+          backward_tiles<true>(job, rows, row_begin, inner.begin, sums);
+          if (together) backward_together(job, rows, inner.begin, inner.end, sums);
+          backward_tiles<true>(job, rows, inner.end, row_end, sums);
+        }
         terms_after = sums.terms;
       }
       terms = terms_after;
     }
-    RowSums<T>{all_sums, total, vectors, 0}.flush();
+    Sums<T>{sum, total, 1, vectors * lanes, 0, 0, 0}.flush();
+    if (!job.partial) continue;
+    double* to = job.partial + (batch * job.row_chunks + part) * job.partial_size + c_begin * per_channel;
+    for (int64_t v = 0; v < vectors; ++v) {
+      to[v] = 0;
+      for (int lane = 0; lane < lanes; ++lane) to[v] += total[v * lanes + lane];
+    }
   }
 }
 
 template <typename T>
 void backward_channels_last(const BackwardJob& job, int64_t begin, int64_t end, char* scratch) {
-  constexpr int lanes = lanes_of<T>, pixels = 16;
   const Strides in = job.input.stride, out = job.grad_output.stride, grad = job.grad_input.stride;
-  const int64_t K = job.K, width = (job.channel_chunk + lanes - 1) / lanes * lanes;  // of one tap's sums
+  const int64_t K = job.K, width = job.channel_chunk;  // of one tap's sums: the channels of a task, padded
   Sum<T>* sum = reinterpret_cast<Sum<T>*>(scratch);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = task % job.row_chunks, group = task / job.row_chunks % job.channel_chunks;
@@ -467,53 +591,35 @@ void backward_channels_last(const BackwardJob& job, int64_t begin, int64_t end, 
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H, row_begin + job.row_chunk);
     const int64_t c_begin = group * job.channel_chunk, channels = least(job.C - c_begin, job.channel_chunk);
     const int64_t n_begin = batch * job.batch_chunk, n_end = least(job.N, n_begin + job.batch_chunk);
-    const Sum<T>* weight = static_cast<const Sum<T>*>(job.weight) + c_begin;
     double* total = job.partial ? job.partial + (batch * job.row_chunks + part) * job.partial_size + c_begin : nullptr;
     for (int64_t k = 0; k <= K; ++k) {
       for (int64_t c = 0; c < width; ++c) sum[k * width + c] = 0;
       for (int64_t c = 0; total && c < channels; ++c) total[k * job.padded_channels + c] = 0;
     }
-    ChannelSums<T> sums{sum, total, K + 1, channels, width, job.padded_channels, 0};
-    for (int64_t n = n_begin; n < n_end; ++n)
-      for (int64_t i = row_begin; i < row_end; ++i) {
-        const Taps t = taps_of_input(job, i);
-        const T* input = static_cast<const T*>(job.input.data) + n * in.n + i * in.h + c_begin;
-        const T* grad_output = static_cast<const T*>(job.grad_output.data) + n * out.n + t.first_row * out.h + c_begin;
-        T* grad_input = job.grad_input.data
-                            ? static_cast<T*>(job.grad_input.data) + n * grad.n + i * grad.h + c_begin : nullptr;
-        for (int64_t w = 0; w < (job.want_weight || grad_input ? job.W : 0); w += pixels) {
-          const int64_t count = least(pixels, job.W - w);
-          for (int64_t c = 0; c < channels; c += lanes) {
-            Backpropagation<T> b{};
-            b.input = input + w * in.w + c;
-            b.input_pitch = in.w;
-            b.output_pitch = out.w;
-            b.grad_input = grad_input ? grad_input + w * grad.w + c : nullptr;
-            b.grad_pitch = grad.w;
-            const Progression<T> p{grad_output + w * out.w + c, weight + t.first_tap * job.padded_channels + c,
-                                   sum + t.first_tap * width + c, t.count, t.row_step * out.h,
-                                   t.tap_step * job.padded_channels, t.tap_step * width, 1, 0, 0, 0};
-            if (c + lanes <= channels) backpropagate_all<false, true>(b, p, count, lanes);
-            else backpropagate_all<false, false>(b, p, count, static_cast<int>(channels - c));
-          }
-          sums.add(count);
-        }
-        if (!job.want_bias) continue;
-        const T* all_grad_output = static_cast<const T*>(job.all_grad_output) + n * out.n + c_begin;
-        for (int64_t o = i * job.H_out / job.H; o < (i + 1) * job.H_out / job.H; ++o)
-          for (int64_t w = 0; w < job.W_out; w += pixels) {
-            const int64_t count = least(pixels, job.W_out - w);
-            for (int64_t c = 0; c < channels; c += lanes) {
-              Sum<T>* to = sum + K * width + c;
-              const T* dy = all_grad_output + o * out.h + w * out.w + c;
-              const Vec<T> before = load_bits<Vec<T>>(to);
-              store_bits(to, c + lanes <= channels
-                                 ? add_vectors<true>(before, dy, out.w, count, lanes)
-                                 : add_vectors<false>(before, dy, out.w, count, static_cast<int>(channels - c)));
-            }
-            sums.add(count);
-          }
-      }
+    Sums<T> sums{sum, total, K + 1, channels, width, job.padded_channels, 0};
+    Rows<T> rows{};
+    rows.b.input_step = job.dilation * in.h;
+    rows.b.grad_step = job.dilation * grad.h;
+    rows.b.weight_step = job.padded_channels;
+    rows.b.sum_step = width;
+    rows.b.filters = 1;
+    rows.wanted = wanted_of<T>(job);
+    rows.nothing = !job.grad_input.data && !job.want_weight;
+    rows.n = rows.all_n = channels;
+    rows.groups = job.W;
+    rows.all_groups = job.W_out;
+    rows.input_group = in.w;
+    rows.output_group = out.w;
+    rows.grad_group = grad.w;
+    rows.bias_sum = sum + K * width;
+    for (int64_t n = n_begin; n < n_end; ++n) {
+      rows.place = {static_cast<const T*>(job.input.data) + n * in.n + c_begin,
+                    static_cast<const T*>(job.grad_output.data) + n * out.n + c_begin,
+                    static_cast<const Sum<T>*>(job.weight) + c_begin, sum,
+                    static_cast<T*>(job.grad_input.data) + n * grad.n + c_begin};
+      rows.all_grad_output = job.want_bias ? static_cast<const T*>(job.all_grad_output) + n * out.n + c_begin : nullptr;
+      backward_tiles<false>(job, rows, row_begin, row_end, sums);
+    }
     sums.flush();
   }
 }

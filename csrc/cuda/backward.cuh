@@ -332,15 +332,14 @@ __global__ void __launch_bounds__(reduction_threads, 4) weight_gradient_kernel(c
 //
 // A thread owns V elements of one input row. Bytes: grad_output K / s times from L1 or L2, grad_input written once.
 struct GatherParameters {
-  FastDivisor cols, height, channels;
+  FastDivisor cols, height, channels, stride_h, stride_w, divisor;  // divisor: gcd(stride_h, dilation_h)
   const void *grad_output, *weight;
   void* grad_input;
   Strides grad_output_stride, grad_input_stride;
   int64_t weight_filter, weight_tap;
   int64_t count;
   int taps, multiplier, H_out, W_out;
-  int stride_h, stride_w, padding_h, padding_w, dilation_h;
-  int divisor;
+  int padding_h, padding_w, dilation_h;
   bool channels_last;  // the channel varies fastest over the threads, then the column
 };
 
@@ -359,20 +358,30 @@ __global__ void __launch_bounds__(256) strided_input_gradient_kernel(const __gri
   A sum[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) sum[v] = A(0);
-  const int reach_w = static_cast<int>(col) + p.padding_w, wo = reach_w / p.stride_w;
+  unsigned off_w, off_h, off;
+  const int wo = static_cast<int>(divide(col + p.padding_w, p.stride_w, off_w));
   const int reach = static_cast<int>(i) + p.padding_h;
-  if (reach_w % p.stride_w == 0 && wo < p.W_out && reach % p.divisor == 0) {
-    const int tap_step = p.stride_h / p.divisor, row_step = p.dilation_h / p.divisor;
-    int first = 0;
-    while (first < tap_step && (reach - static_cast<int64_t>(first) * p.dilation_h) % p.stride_h != 0) ++first;
-    const int64_t top = reach - static_cast<int64_t>(first) * p.dilation_h;
-    if (top >= 0) {
+  const unsigned top = divide(reach, p.stride_h, off_h);
+  divide(off_h, p.divisor, off);
+  if (off_w == 0 && wo < p.W_out && off == 0) {
+    const int stride = p.stride_h.divisor, tap_step = stride / p.divisor.divisor, row_step = p.dilation_h / p.divisor.divisor;
+    // The first tap whose row divides evenly: k * d and i + p leave the same remainder.
+    unsigned step;
+    divide(p.dilation_h, p.stride_h, step);
+    int first = 0, met = 0;
+    while (met != static_cast<int>(off_h) && first < p.taps) {
+      ++first;
+      met += step;
+      if (met >= stride) met -= stride;
+    }
+    if (first < p.taps) {
+      const int first_row = static_cast<int>(top) - (first * p.dilation_h - met) / stride;
       for (int q = 0; q < p.multiplier; ++q) {
         const int64_t filter = static_cast<int64_t>(channel) * p.multiplier + q;
         const T* dy = static_cast<const T*>(p.grad_output) + n * p.grad_output_stride.n + filter * p.grad_output_stride.c +
                       wo * p.grad_output_stride.w;
         const T* weight = static_cast<const T*>(p.weight) + filter * p.weight_filter;
-        int row = static_cast<int>(top / p.stride_h);
+        int row = first_row;
         for (int k = first; k < p.taps && row >= 0; k += tap_step, row -= row_step) {
           if (row >= p.H_out) continue;
           const A w = widen(__ldg(weight + k * p.weight_tap));

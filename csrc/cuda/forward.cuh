@@ -98,7 +98,8 @@ __device__ __forceinline__ void add_taps(accumulate_t<T> (&sum)[Rows][V], const 
   using A = accumulate_t<T>;
   constexpr int filters = ChannelsLast ? V : 1;
   constexpr int input_rows = Step * (Rows - 1) + Taps;
-  constexpr int budget = sizeof(T) * V < 16 ? 16 : Taps == 8 ? 4 : 8;  // loads in flight; a chunk of 8 is in a larger kernel
+  // Loads in flight, as many as the registers hold: a chunk of 8 taps sits in a larger kernel.
+  constexpr int budget = sizeof(T) * V < 16 ? 16 : Taps == 8 ? 4 : 8;
   constexpr int ahead = input_rows < budget ? input_rows : budget;
   Pack<T, V> buffer[ahead];
 #pragma unroll
@@ -200,7 +201,7 @@ ForwardKernel pick_kernel(const ForwardPlan& plan) {
   if (plan.tiling.rows == 1) return forward_kernel<T, V, 0, 1, 1, ChannelsLast>;
   if constexpr (!ChannelsLast && sizeof(T) != 8)
     if (plan.step == 2) return pick_rows<T, V, 0, 2, ChannelsLast>(plan.tiling.rows);
-  if constexpr (sizeof(T) != 8) switch (plan.taps) {
+  if constexpr (has_tile_taps(sizeof(T), V, ChannelsLast)) switch (plan.taps) {
       case 3: return pick_rows<T, V, 3, 1, ChannelsLast>(plan.tiling.rows);
       case 5: return pick_rows<T, V, 5, 1, ChannelsLast>(plan.tiling.rows);
       case 7: return pick_rows<T, V, 7, 1, ChannelsLast>(plan.tiling.rows);

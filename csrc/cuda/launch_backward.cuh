@@ -49,13 +49,13 @@ unsigned shared_bytes_for(int taps) {
 template <typename T, int V, bool ChannelsLast>
 BackwardKernel pick_one_pass(int taps) {
   constexpr int rows = one_pass_rows(V);
-  if constexpr (sizeof(T) != 8) switch (taps) {
+  if constexpr (V == 1 && sizeof(T) < 8 && (ChannelsLast || sizeof(T) == 2)) switch (taps) {
       case 3: return one_pass_kernel<T, V, 3, rows, ChannelsLast>;
       case 5: return one_pass_kernel<T, V, 5, rows, ChannelsLast>;
       case 7: return one_pass_kernel<T, V, 7, rows, ChannelsLast>;
       case 11: return one_pass_kernel<T, V, 11, rows, ChannelsLast>;
     }
-  return one_pass_kernel<T, V, 0, rows, ChannelsLast>;
+  return taps == 0 ? one_pass_kernel<T, V, 0, rows, ChannelsLast> : nullptr;
 }
 
 template <typename T, int V, bool ChannelsLast>
@@ -111,12 +111,12 @@ const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan
     p.multiplier = static_cast<int>(g.multiplier);
     p.H_out = static_cast<int>(g.H_out);
     p.W_out = static_cast<int>(g.W_out);
-    p.stride_h = static_cast<int>(g.stride.h);
-    p.stride_w = static_cast<int>(g.stride.w);
+    p.stride_h = FastDivisor(g.stride.h);
+    p.stride_w = FastDivisor(g.stride.w);
     p.padding_h = static_cast<int>(g.padding.h);
     p.padding_w = static_cast<int>(g.padding.w);
     p.dilation_h = static_cast<int>(g.dilation.h);
-    p.divisor = static_cast<int>(std::gcd(g.stride.h, g.dilation.h));
+    p.divisor = FastDivisor(std::gcd(g.stride.h, g.dilation.h));
     p.channels_last = reads_channels_last(a.grad_input, g.C, g.W);
     const int64_t per_image = g.C * g.H * (g.W / width), images = std::max<int64_t>(1, (index_limit * 2 - 1) / per_image);
     for (int64_t n = 0; n < g.N; n += images) {

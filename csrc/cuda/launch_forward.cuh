@@ -8,7 +8,7 @@ namespace depthconv::cuda {
 
 template <typename T, int V, bool ChannelsLast>
 ForwardKernel pick_forward(const ForwardPlan& plan) {
-  if constexpr (sizeof(T) < 8 && sizeof(T) * V >= 4)
+  if constexpr (sizeof(T) < 8 && V > 1)
     if (plan.march) return pick_march_forward<T, V, ChannelsLast>(plan.taps);
   constexpr int widest = ChannelsLast ? (sizeof(T) == 8 ? 2 : 4) : 16 / sizeof(T);
   if constexpr (V == 1 || V == widest) return pick_kernel<T, V, ChannelsLast>(plan);

@@ -139,7 +139,7 @@ BackwardKernel pick_march_backward(int taps) {
   switch (taps) {
 #define DEPTHCONV_CASE(K) \
   case K:                                                            \
-    if constexpr (V == 1 || V == march_backward_width(sizeof(T), K)) \
+    if constexpr (K <= march_backward_most && (V == 1 || V == march_backward_width(sizeof(T), K))) \
       return march_backward_kernel<T, V, K>;                         \
     break;
     DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)

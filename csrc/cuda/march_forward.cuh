@@ -1,4 +1,4 @@
-// The forward kernel that marches: for taps that are compiled in and packs of 4, 8 or 16 bytes.
+// The forward kernel that marches: for taps that are compiled in and vectors.
 //
 // A thread owns one column (V elements side by side) of a tile of rows, tall enough that the halo hardly counts, and walks
 // down it with the last Taps input rows in a ring of registers: each new row completes the sums of one output row. Rows
@@ -81,7 +81,8 @@ ForwardKernel pick_march_forward(int taps) {
   switch (taps) {
 #define DEPTHCONV_CASE(K) \
   case K:                                                                    \
-    if constexpr (V == 1 || V == march_width(sizeof(T), K, ChannelsLast))    \
+    if constexpr (V == march_width(sizeof(T), K, ChannelsLast) &&            \
+                  !(K <= 11 && K != 9 && has_tile_taps(sizeof(T), V, ChannelsLast))) \
       return march_forward_kernel<T, V, K, ChannelsLast>;                    \
     break;
     DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)
