@@ -162,7 +162,8 @@ def decide() -> Build:
     toolkit, problem = (None, "DEPTHCONV_CPU_ONLY is set") if flag("DEPTHCONV_CPU_ONLY") else find_toolkit()
     if toolkit is None and flag("DEPTHCONV_REQUIRE_CUDA"):
         sys.exit(f"depthconv: DEPTHCONV_REQUIRE_CUDA is set, but {problem}")
-    common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+    # C++17 is enough for the stable headers of torch 2.10 to 2.14, and asks less of the C++ runtime than C++20 does.
+    common = ["-std=c++17", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
     cxx = ["-O3", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wno-unknown-pragmas", "-g0"]
     if toolkit is None:
         return Build(None, f"CPU build: {problem}", [], {"cxx": cxx + common})
@@ -184,9 +185,19 @@ def architectures(gencode: list[str]) -> list[str]:
 
 def extensions(build: Build) -> list[Extension]:
     sources = ["csrc/ops.cpp", *sorted(glob.glob("csrc/cpu/*.cpp", root_dir=HERE))]
-    # In this order and with libtorch.so in NEEDED: through it the weak CUDA symbols find libtorch_cuda where there is
-    # one. They come as link arguments, since a setuptools library list cannot stand behind --no-as-needed.
-    link = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s"]
+    # libstdc++ first: libtorch exports some of the C++ runtime's symbols, which must not be bound to it. libtorch.so in
+    # NEEDED whatever is used of it: through it the weak CUDA symbols find libtorch_cuda where there is one. They come as
+    # link arguments, since setuptools cannot put --no-as-needed before its list of libraries.
+    link = [
+        "-lstdc++",
+        "-Wl,--no-as-needed",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+        "-Wl,--as-needed",
+        "-Wl,--exclude-libs,ALL",
+        "-s",
+    ]
     if build.toolkit is None:
         operators = cpp_extension.CppExtension("depthconv._ops", sources)
     else:
@@ -206,7 +217,7 @@ def extensions(build: Build) -> list[Extension]:
         ["csrc/binding.cpp"],
         include_dirs=headers,
         language="c++",
-        extra_compile_args=["-O2", "-fvisibility=hidden", "-Wall", "-g0"],
+        extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", "-g0"],
         extra_link_args=["-s"],
     )
     return [operators, binding]
@@ -242,6 +253,12 @@ def write_record(build: Build) -> None:
 class BuildExtension(cpp_extension.BuildExtension):
     """torch's, with the operators' file name free of Python's ABI and a folder of objects for each extension."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.editable_mode:  # setuptools would compile all of it anew in a temporary folder
+            tag = f"{self.plat_name}-{sys.implementation.cache_tag}"
+            self.build_temp = os.path.join("build", f"temp.{tag}")
+
     def build_extensions(self) -> None:
         if not host_compiler():
             sys.exit(f"depthconv: no C++ compiler: {cpp_extension.get_cxx_compiler()!r} does not run (set CXX?)")
@@ -250,6 +267,9 @@ class BuildExtension(cpp_extension.BuildExtension):
         write_record(BUILD)
         with torch_cuda_version(BUILD.toolkit.version) if BUILD.toolkit else contextlib.nullcontext():
             super().build_extensions()
+
+    def run(self) -> None:
+        super().run()
         if not self.inplace:
             # In a clone, Python finds the folder depthconv/ before the installed package: let both work.
             self.copy_extensions_to_source()

@@ -73,15 +73,17 @@ void forward(const ForwardArguments& arguments) {
   job.bias = bias;
 
   // A task is a run of rows of one plane (of one image for channels_last).
-  const int64_t planes = job.channels_last ? g.N : g.N * filters;
-  const int64_t row_work = job.W * g.K * (job.channels_last ? g.C : 1);
+  job.filters_together = !job.channels_last && g.multiplier > 1 && g.H_out < 4;
+  const int64_t task_filters = job.filters_together ? g.multiplier : 1;
+  const int64_t planes = job.channels_last ? g.N : g.N * filters / task_filters;
+  const int64_t row_work = job.W * g.K * (job.channels_last ? g.C : task_filters);
   const int64_t parts = std::min(quotient_up(wanted_tasks, planes), g.H_out * row_work / task_work);
   job.row_chunk = quotient_up(g.H_out, std::max<int64_t>(parts, 1));
   job.row_chunks = quotient_up(g.H_out, job.row_chunk);
   const Kernels& set = kernels();
   const auto run = set.forward[static_cast<int>(dtype)];
   parallel_with_scratch(planes * job.row_chunks, task_work / std::max<int64_t>(job.row_chunk * row_work, 1),
-                        job.channels_last ? 0 : (g.K + 1) * set.vector_bytes,
+                        job.channels_last ? 0 : task_filters * (g.K + 1) * set.vector_bytes,
                         [&](int64_t begin, int64_t end, char* scratch) { run(job, begin, end, scratch); });
   if (output_copy) copy(wanted, job.output, out, dtype);
 }

@@ -53,9 +53,12 @@ void copy_units(const Operand& to, const Operand& from, const Extent& extent) {
       Unit* out = static_cast<Unit*>(to.data) + i * a.to + j * b.to;
       const Unit* in = static_cast<const Unit*>(from.data) + i * a.from + j * b.from;
       for (int64_t l_begin = 0; l_begin < d.size; l_begin += d_block)
-        for (int64_t k = k_begin; k < k_end; ++k)
-          for (int64_t l = l_begin; l < std::min(d.size, l_begin + d_block); ++l)
-            out[k * c.to + l * d.to] = in[k * c.from + l * d.from];
+        if (const int64_t l_end = std::min(d.size, l_begin + d_block); c.from == 1 && d.to == 1 && k_end - k_begin == c_block)
+          for (int64_t l = l_begin; l < l_end; ++l)
+            for (int64_t k = 0; k < c_block; ++k) out[(k_begin + k) * c.to + l] = in[k_begin + k + l * d.from];
+        else
+          for (int64_t k = k_begin; k < k_end; ++k)
+            for (int64_t l = l_begin; l < l_end; ++l) out[k * c.to + l * d.to] = in[k * c.from + l * d.from];
     }
   });
 }

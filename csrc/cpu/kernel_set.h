@@ -19,11 +19,16 @@ constexpr int most_rows = 4;
 DEPTHCONV_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 DEPTHCONV_INLINE int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
 DEPTHCONV_INLINE int64_t clamp(int64_t a, int64_t low, int64_t high) { return greatest(low, least(a, high)); }
-DEPTHCONV_INLINE int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }               // a >= 0
-DEPTHCONV_INLINE int64_t floor_of(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }  // b > 0
+// Divisions that are mostly by 1: a branch costs less.
+DEPTHCONV_INLINE int64_t quotient(int64_t a, int64_t b) { return b == 1 ? a : a / b; }
+DEPTHCONV_INLINE int64_t remainder(int64_t a, int64_t b) { return b == 1 ? 0 : a % b; }
+DEPTHCONV_INLINE int64_t ceil_of(int64_t a, int64_t b) { return b == 1 ? a : (a + b - 1) / b; }  // a >= 0
+DEPTHCONV_INLINE int64_t floor_of(int64_t a, int64_t b) {  // b > 0
+  return b == 1 ? a : a >= 0 ? a / b : -((b - 1 - a) / b);
+}
 
-// Rows in the next tile of those left: 4, 2 or 1.
-DEPTHCONV_INLINE int tile_rows(int64_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+// Rows in the next tile of those left: 4, 2 or 1, and no more than two for fewer than three taps.
+DEPTHCONV_INLINE int tile_rows(int64_t left, int64_t taps) { return left >= 4 && taps >= 3 ? 4 : left >= 2 ? 2 : 1; }
 
 // A progression of taps k = first_tap + t * tap_step, each at output row first_row - t * row_step.
 struct Taps {
@@ -99,72 +104,96 @@ DEPTHCONV_INLINE void splat_weights(const Sum<T>* weight, int64_t count, Sum<T>*
 
 // ---------------------------------------------------------------- forward
 
+// A tile's rows are output rows that share input rows, one tap apart, or filters that share all of their input.
 template <typename T>
 struct Convolution {
-  int64_t taps, begin, end;           // steps as in Window
-  int64_t input_step;                 // between steps
+  int64_t taps, begin, end;  // steps as in Window
+  int64_t input_step;        // between steps
   const Sum<T>* weight;
-  int64_t weight_step;                // between taps
-  const Sum<T>* bias;                 // a vector
-  int64_t output_step;                // between the rows of the tile
+  int64_t weight_step;       // between taps
+  const Sum<T>* bias;        // a vector
+  int64_t output_step;       // between the rows of the tile
+  int64_t filter_weight, filter_bias;  // between the filters of the tile
+  int stored;                // rows of the tile that exist; the others are computed from the same input and dropped
 };
 
-// `rows` by `vectors` outputs. With `shared` weights and bias all vectors use the same, else each its own.
+enum class Tile { rows, filters };
+
+// One step of the rows in [first, last): tap points at row 0's weight.
 template <int rows, int vectors, bool shared, bool full, typename T>
-DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t channel, T* output, int lanes) {
+DEPTHCONV_INLINE void convolve_step(Vec<T> (&sum)[rows][vectors], const T* input, const Sum<T>* tap, int64_t tap_row,
+                                    int first, int last, int lanes) {
   constexpr int step = lanes_of<T>;
-  Vec<T> sum[rows][vectors];
-  for (int v = 0; v < vectors; ++v) {
-    const Vec<T> bias = load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : v * step));
-    for (int r = 0; r < rows; ++r) sum[r][v] = bias;
-  }
-  const int64_t inner_begin = clamp(rows - 1, c.begin, c.end), inner_end = clamp(c.taps, inner_begin, c.end);
-  const Sum<T>* weight = c.weight + channel;
-  input += c.begin * c.input_step;
-  for (int64_t j = c.begin; j < c.end; ++j, input += c.input_step) {
-    if (j == inner_begin) {  // steps that all rows use
-      const Sum<T>* tap = weight + j * c.weight_step;
-      for (; j < inner_end; ++j, input += c.input_step, tap += c.weight_step) {
-        Vec<T> x[vectors];
-        for (int v = 0; v < vectors; ++v) x[v] = load<full>(input + v * step, lanes);
-        for (int r = 0; r < rows; ++r)
-          for (int v = 0; v < vectors; ++v)
-            sum[r][v] = load_bits<Vec<T>>(tap - r * c.weight_step + (shared ? 0 : v * step)) * x[v] + sum[r][v];
-      }
-      if (j >= c.end) break;
+  Vec<T> x[vectors];
+  DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) x[v] = load<full>(input + v * step, lanes);
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
+    if (r >= first && r < last) {
+      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
+        sum[r][v] = load_bits<Vec<T>>(tap + r * tap_row + (shared ? 0 : v * step)) * x[v] + sum[r][v];
     }
-    Vec<T> x[vectors];
-    for (int v = 0; v < vectors; ++v) x[v] = load<full>(input + v * step, lanes);
-    for (int r = 0; r < rows; ++r)
-      if (j >= r && j - r < c.taps)
-        for (int v = 0; v < vectors; ++v)
-          sum[r][v] = load_bits<Vec<T>>(weight + (j - r) * c.weight_step + (shared ? 0 : v * step)) * x[v] + sum[r][v];
-  }
-  for (int r = 0; r < rows; ++r)
-    for (int v = 0; v < vectors; ++v) store<full>(output + r * c.output_step + v * step, sum[r][v], lanes);
 }
 
-// A tile of rows over n neighbouring elements.
-template <int rows, bool shared, typename T>
+// `rows` by `vectors` outputs. With `shared` weights and bias all vectors use the same, else each its own.
+template <Tile tile, int rows, int vectors, bool shared, bool full, typename T>
+DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t channel, T* output, int lanes) {
+  constexpr int step = lanes_of<T>, others = tile == Tile::rows ? rows - 1 : 0;
+  const int64_t tap_step = c.weight_step, tap_row = tile == Tile::rows ? -c.weight_step : c.filter_weight;
+  Vec<T> sum[rows][vectors];
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
+      sum[r][v] = load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : v * step) +
+                                    (tile == Tile::rows ? 0 : r * c.filter_bias));
+  const Sum<T>* tap = c.weight + channel + c.begin * tap_step;
+  input += c.begin * c.input_step;
+  int64_t j = c.begin;
+  if (c.begin == 0 && c.end == c.taps + others) {  // nothing cut off: the first and last steps are triangles
+    DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, ++j, input += c.input_step, tap += tap_step)
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, t + 1, lanes);
+    for (; j < c.taps; ++j, input += c.input_step, tap += tap_step)
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, rows, lanes);
+    DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, input += c.input_step, tap += tap_step)
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, t + 1, rows, lanes);
+  } else {
+    const int64_t inner_begin = clamp(others, c.begin, c.end), inner_end = clamp(c.taps, inner_begin, c.end);
+    while (j < c.end) {
+      if (j == inner_begin)  // steps of all rows
+        for (; j < inner_end; ++j, input += c.input_step, tap += tap_step)
+          convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, rows, lanes);
+      if (j >= c.end) break;
+      const int first = static_cast<int>(greatest(0, j - c.taps + 1)), last = static_cast<int>(least(rows, j + 1));
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, first, last, lanes);
+      ++j, input += c.input_step, tap += tap_step;
+    }
+  }
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
+    if (rows < 4 || r < c.stored) {
+      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
+        store<full>(output + r * c.output_step + v * step, sum[r][v], lanes);
+    }
+}
+
+// A tile over n neighbouring elements.
+template <Tile tile, int rows, bool shared, typename T>
 void convolve_run(const Convolution<T>& c, const T* input, T* output, int64_t n) {
   constexpr int step = lanes_of<T>, wide = rows == 1 ? (shared ? 8 : 4) : 2;
   int64_t at = 0;
   for (; at + wide * step <= n; at += wide * step)
-    convolve<rows, wide, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
+    convolve<tile, rows, wide, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
   if (wide == 8 && at + 4 * step <= n) {
-    convolve<rows, 4, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
+    convolve<tile, rows, 4, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
     at += 4 * step;
   }
   for (; at + step <= n; at += step)
-    convolve<rows, 1, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
-  if (at < n) convolve<rows, 1, shared, false>(c, input + at, shared ? 0 : at, output + at, static_cast<int>(n - at));
+    convolve<tile, rows, 1, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
+  if (at < n)
+    convolve<tile, rows, 1, shared, false>(c, input + at, shared ? 0 : at, output + at, static_cast<int>(n - at));
 }
 
-template <bool shared, typename T>
+template <Tile tile, bool shared, typename T>
 DEPTHCONV_INLINE void convolve_rows(int rows, const Convolution<T>& c, const T* input, T* output, int64_t n) {
-  if (rows == 4) convolve_run<4, shared>(c, input, output, n);
-  else if (rows == 2) convolve_run<2, shared>(c, input, output, n);
-  else convolve_run<1, shared>(c, input, output, n);
+  if (rows == 4) convolve_run<tile, 4, shared>(c, input, output, n);
+  else if (rows == 2) convolve_run<tile, 2, shared>(c, input, output, n);
+  else convolve_run<Tile::rows, 1, shared>(c, input, output, n);
 }
 
 // Output rows [row_begin, row_end) in tiles. input and output are the plane's (rows) or the image's (channels_last);
@@ -177,12 +206,13 @@ void forward_tiles(const ForwardJob& job, Convolution<T> c, const T* input, T* o
     for (int64_t first = base; first < least(base + apart, row_end); ++first) {
       int64_t left = least(most, ceil_of(row_end - first, apart));
       for (int64_t h = first; left > 0;) {
-        const int rows = tile_rows(left);
-        const Window window = window_of(job, h, rows);
+        const int rows = left == 3 && job.K >= 3 ? 4 : tile_rows(left, job.K);
+        c.stored = static_cast<int>(least(rows, left));
+        const Window window = window_of(job, h, c.stored);
         c.begin = window.begin;
         c.end = window.end;
         for (int64_t group = 0; group < groups; ++group)
-          convolve_rows<shared>(rows, c, input + window.top * job.input.stride.h + group * input_group,
+          convolve_rows<Tile::rows, shared>(rows, c, input + window.top * job.input.stride.h + group * input_group,
                                 output + h * job.output.stride.h + group * output_group, n);
         left -= rows;
         h += rows * apart;
@@ -190,34 +220,63 @@ void forward_tiles(const ForwardJob& job, Convolution<T> c, const T* input, T* o
     }
 }
 
+// A channel's filters of one output row, four at a time: where there are too few output rows to share the input.
+template <typename T>
+void forward_filters(const ForwardJob& job, Convolution<T> c, const T* input, T* output, int64_t row_begin,
+                     int64_t row_end, int64_t n) {
+  c.output_step = job.output.stride.c;
+  c.stored = most_rows;
+  for (int64_t h = row_begin; h < row_end; ++h) {
+    const Window window = window_of(job, h, 1);
+    c.begin = window.begin;
+    c.end = window.end;
+    Convolution<T> some = c;
+    T* to = output + h * job.output.stride.h;
+    for (int64_t left = job.multiplier; left > 0;) {
+      const int filters = tile_rows(left, job.K);
+      convolve_rows<Tile::filters, true>(filters, some, input + window.top * job.input.stride.h, to, n);
+      some.weight += filters * c.filter_weight;
+      some.bias += filters * c.filter_bias;
+      to += filters * job.output.stride.c;
+      left -= filters;
+    }
+  }
+}
+
 template <typename T>
 void forward_rows(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
+  constexpr int lanes = lanes_of<T>;
+  // A task makes one plane of the output, or with filters_together all planes of a channel.
+  const int64_t together_filters = job.filters_together ? job.multiplier : 1;
   Sum<T>* taps = reinterpret_cast<Sum<T>*>(scratch);
-  Sum<T>* bias = taps + job.K * lanes_of<T>;
-  const int64_t filters = job.C * job.multiplier, block = column_block<T>(job);
+  Sum<T>* bias = taps + together_filters * job.K * lanes;
+  const int64_t planes = job.C * job.multiplier / together_filters, block = column_block<T>(job);
   const Strides in = job.input.stride, out = job.output.stride;
-  const bool together = runs_together<T>(job);
+  const bool together = runs_together<T>(job) && !job.filters_together;
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t part = task % job.row_chunks, plane = task / job.row_chunks, n = plane / filters, co = plane % filters;
+    const int64_t part = remainder(task, job.row_chunks), plane = quotient(task, job.row_chunks), n = plane / planes;
+    const int64_t co = (plane - n * planes) * together_filters;
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H_out, row_begin + job.row_chunk);
-    const T* input = static_cast<const T*>(job.input.data) + n * in.n + co / job.multiplier * in.c;
+    const T* input = static_cast<const T*>(job.input.data) + n * in.n + quotient(co, job.multiplier) * in.c;
     T* output = static_cast<T*>(job.output.data) + n * out.n + co * out.c;
-    splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + co * job.K, job.K, taps);
-    splat_weights<T>(static_cast<const Sum<T>*>(job.bias) + co, 1, bias);
-    const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, taps, lanes_of<T>, bias,
-                           job.dilation * out.h};
+    splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + co * job.K, together_filters * job.K, taps);
+    splat_weights<T>(static_cast<const Sum<T>*>(job.bias) + co, together_filters, bias);
+    const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, taps, lanes, bias, job.dilation * out.h,
+                           job.K * lanes, lanes, most_rows};
     if (together) {
       const Inner inner = inner_rows(row_begin, row_end, job.padding,
                                      job.H + job.padding - (job.K - 1) * job.dilation);
       forward_tiles<true>(job, c, input, output, row_begin, inner.begin, job.W, 1, 0, 0);
       if (inner.begin < inner.end)
-        convolve_run<1, true>(c, input + (inner.begin - job.padding) * in.h, output + inner.begin * out.h,
-                              (inner.end - inner.begin) * job.W);
+        convolve_run<Tile::rows, 1, true>(c, input + (inner.begin - job.padding) * in.h, output + inner.begin * out.h,
+                                          (inner.end - inner.begin) * job.W);
       forward_tiles<true>(job, c, input, output, inner.end, row_end, job.W, 1, 0, 0);
-    } else {
-      for (int64_t column = 0; column < job.W; column += block)
-        forward_tiles<true>(job, c, input + column, output + column, row_begin, row_end, least(block, job.W - column),
-                            1, 0, 0);
+      continue;
+    }
+    for (int64_t column = 0; column < job.W; column += block) {
+      const int64_t width = least(block, job.W - column);
+      if (job.filters_together) forward_filters(job, c, input + column, output + column, row_begin, row_end, width);
+      else forward_tiles<true>(job, c, input + column, output + column, row_begin, row_end, width, 1, 0, 0);
     }
   }
 }
@@ -226,12 +285,16 @@ template <typename T>
 void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, char*) {
   const Strides in = job.input.stride, out = job.output.stride;
   const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, static_cast<const Sum<T>*>(job.weight),
-                         job.padded_channels, static_cast<const Sum<T>*>(job.bias), job.dilation * out.h};
+                         job.padded_channels, static_cast<const Sum<T>*>(job.bias), job.dilation * out.h, 0, 0, most_rows};
+  // As many channels as lanes, without gaps: a row is one run of vectors that all use the same weights.
+  const bool one_vector = job.C == lanes_of<T> && in.w == job.C && out.w == job.C;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = task % job.row_chunks, n = task / job.row_chunks;
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H_out, row_begin + job.row_chunk);
-    forward_tiles<false>(job, c, static_cast<const T*>(job.input.data) + n * in.n,
-                         static_cast<T*>(job.output.data) + n * out.n, row_begin, row_end, job.C, job.W, in.w, out.w);
+    const T* input = static_cast<const T*>(job.input.data) + n * in.n;
+    T* output = static_cast<T*>(job.output.data) + n * out.n;
+    if (one_vector) forward_tiles<true>(job, c, input, output, row_begin, row_end, job.W * job.C, 1, 0, 0);
+    else forward_tiles<false>(job, c, input, output, row_begin, row_end, job.C, job.W, in.w, out.w);
   }
 }
 
@@ -251,6 +314,7 @@ struct Backpropagation {
   int64_t input_step, output_step, grad_step;  // between rows
   int64_t weight_step, sum_step;               // between taps
   int64_t filters, filter_output, filter_weight, filter_sum;  // number of filters of the channel, and between them
+  bool single;  // there is one output row: row r meets it with tap begin + r
 };
 
 template <typename T>
@@ -271,39 +335,47 @@ DEPTHCONV_INLINE void backpropagate(const Backpropagation<T>& b, const T* input,
                                     const Sum<T>* weight, Sum<T>* sum, T* grad_input, int lanes) {
   constexpr bool weight_wanted = wanted != Wanted::input, input_wanted = wanted != Wanted::weight;
   Vec<T> x[rows], dx[rows];
-  for (int r = 0; r < rows; ++r) {
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
     x[r] = weight_wanted ? load<full>(input + r * b.input_step, lanes) : Vec<T>{};
     dx[r] = Vec<T>{};
   }
   for (int64_t filter = 0; filter < b.filters; ++filter) {
+    if (b.single) {
+      const Vec<T> dy = load<full>(grad_output, lanes);
+      DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
+        Sum<T>* to = sum + (b.begin + r) * b.sum_step;
+        if (weight_wanted) store_bits(to, x[r] * dy + load_bits<Vec<T>>(to));
+        if (input_wanted) dx[r] = load_bits<Vec<T>>(weight + (b.begin + r) * b.weight_step) * dy + dx[r];
+      }
+    }
     for (int64_t k = b.begin; k < b.end; ++k) {
       if (k == b.all_begin && k < b.all_end) {
         const T* from = grad_output - k * b.output_step;
         Vec<T> dy[rows];
         if (!flat)
-          for (int r = 1; r < rows; ++r) dy[r - 1] = load<full>(from + r * b.output_step, lanes);
+          DEPTHCONV_UNROLL for (int r = 1; r < rows; ++r) dy[r - 1] = load<full>(from + r * b.output_step, lanes);
         for (; k < b.all_end; ++k, from -= b.output_step) {
           if (flat) {
-            for (int r = 0; r < rows; ++r) dy[r] = load<full>(from + r * lanes_of<T>, lanes);
+            DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) dy[r] = load<full>(from + r * lanes_of<T>, lanes);
           } else {
-            for (int r = rows - 1; r > 0; --r) dy[r] = dy[r - 1];
+            DEPTHCONV_UNROLL for (int r = rows - 1; r > 0; --r) dy[r] = dy[r - 1];
             dy[0] = load<full>(from, lanes);
           }
           if (weight_wanted) {
             Vec<T> total = load_bits<Vec<T>>(sum + k * b.sum_step);
-            for (int r = 0; r < rows; ++r) total = x[r] * dy[r] + total;
+            DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) total = x[r] * dy[r] + total;
             store_bits(sum + k * b.sum_step, total);
           }
           if (input_wanted) {
             const Vec<T> tap = load_bits<Vec<T>>(weight + k * b.weight_step);
-            for (int r = 0; r < rows; ++r) dx[r] = tap * dy[r] + dx[r];
+            DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) dx[r] = tap * dy[r] + dx[r];
           }
         }
         if (k >= b.end) break;
       }
       Vec<T> total = load_bits<Vec<T>>(sum + k * b.sum_step);
       const Vec<T> tap = load_bits<Vec<T>>(weight + k * b.weight_step);
-      for (int r = 0; r < rows; ++r) {
+      DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
         if (r - k < b.least_step || r - k > b.most_step) continue;
         const Vec<T> dy = load<full>(grad_output + (r - k) * b.output_step, lanes);
         if (weight_wanted) total = x[r] * dy + total;
@@ -316,7 +388,7 @@ DEPTHCONV_INLINE void backpropagate(const Backpropagation<T>& b, const T* input,
     sum += b.filter_sum;
   }
   if (input_wanted)
-    for (int r = 0; r < rows; ++r) store<full>(grad_input + r * b.grad_step, dx[r], lanes);
+    DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) store<full>(grad_input + r * b.grad_step, dx[r], lanes);
 }
 
 // What the tiles of a row of the plane or image share.
@@ -433,22 +505,29 @@ void sum_bias(const BackwardJob& job, const Rows<T>& rows, int64_t row_begin, in
 template <bool shared, typename T>
 void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, int64_t row_end, Sums<T>& sums) {
   constexpr int step = lanes_of<T>;
-  const int64_t apart = job.stride == 1 ? job.dilation : 1, most = job.stride == 1 ? most_rows : 1;
+  const bool single = job.H_out == 1, windows = job.stride == 1 && !single;
+  const int64_t apart = windows || single ? job.dilation : 1, most = windows || single ? most_rows : 1;
   const int64_t tap_width = rows.b.weight_step, sum_width = rows.b.sum_step;
   for (int64_t base = row_begin; base < row_end; base += most * apart) {
     const int64_t base_end = least(base + most * apart, row_end);
     for (int64_t first = base; first < least(base + apart, row_end) && !rows.nothing; ++first) {
       int64_t left = least(most, ceil_of(row_end - first, apart));
       for (int64_t i = first; left > 0;) {
-        const int count = tile_rows(left);
+        int count = tile_rows(left, job.K);
         Backpropagation<T> b = rows.b;
         Place<T> place = rows.place;
-        if (job.stride == 1) {
+        if (windows) {
           const int64_t row = i + job.padding;
           set_taps(b, job.K, count, -(row / job.dilation), floor_of(job.H_out - 1 - row, job.dilation));
           place.grad_output += row * job.grad_output.stride.h;
           b.output_step = job.dilation * job.grad_output.stride.h;
+        } else if (single && remainder(i + job.padding, job.dilation) == 0 &&
+                   quotient(i + job.padding, job.dilation) + count <= job.K) {
+          b.begin = quotient(i + job.padding, job.dilation);
+          b.end = 0;
+          b.single = true;
         } else {
+          count = 1;
           const Taps t = taps_of_input(job, i);
           set_taps(b, t.count, 1, 1 - t.count, 0);
           place.grad_output += t.first_row * job.grad_output.stride.h;
@@ -523,8 +602,8 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
   const bool together = runs_together<T>(job);
   const Inner whole{(K - 1) * job.dilation - job.padding, job.H_out - job.padding};
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t part = task % job.row_chunks, group = task / job.row_chunks % job.channel_chunks;
-    const int64_t batch = task / job.row_chunks / job.channel_chunks;
+    const int64_t part = remainder(task, job.row_chunks), groups = quotient(task, job.row_chunks);
+    const int64_t group = remainder(groups, job.channel_chunks), batch = quotient(groups, job.channel_chunks);
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H, row_begin + job.row_chunk);
     const int64_t c_begin = group * job.channel_chunk, c_end = least(job.C, c_begin + job.channel_chunk);
     const int64_t n_begin = batch * job.batch_chunk, n_end = least(job.N, n_begin + job.batch_chunk);
@@ -583,11 +662,14 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
 template <typename T>
 void backward_channels_last(const BackwardJob& job, int64_t begin, int64_t end, char* scratch) {
   const Strides in = job.input.stride, out = job.grad_output.stride, grad = job.grad_input.stride;
+  // As many channels as lanes, without gaps: a row is one run of vectors that share weights and sums.
+  const bool one_vector = job.C == lanes_of<T> && out.w == job.C && (!job.want_weight || in.w == job.C) &&
+                          (!job.grad_input.data || grad.w == job.C);
   const int64_t K = job.K, width = job.channel_chunk;  // of one tap's sums: the channels of a task, padded
   Sum<T>* sum = reinterpret_cast<Sum<T>*>(scratch);
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t part = task % job.row_chunks, group = task / job.row_chunks % job.channel_chunks;
-    const int64_t batch = task / job.row_chunks / job.channel_chunks;
+    const int64_t part = remainder(task, job.row_chunks), groups = quotient(task, job.row_chunks);
+    const int64_t group = remainder(groups, job.channel_chunks), batch = quotient(groups, job.channel_chunks);
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H, row_begin + job.row_chunk);
     const int64_t c_begin = group * job.channel_chunk, channels = least(job.C - c_begin, job.channel_chunk);
     const int64_t n_begin = batch * job.batch_chunk, n_end = least(job.N, n_begin + job.batch_chunk);
@@ -608,6 +690,11 @@ void backward_channels_last(const BackwardJob& job, int64_t begin, int64_t end, 
     rows.n = rows.all_n = channels;
     rows.groups = job.W;
     rows.all_groups = job.W_out;
+    if (one_vector) {
+      rows.n *= rows.groups;
+      rows.all_n *= rows.all_groups;
+      rows.groups = rows.all_groups = 1;
+    }
     rows.input_group = in.w;
     rows.output_group = out.w;
     rows.grad_group = grad.w;
@@ -618,7 +705,8 @@ void backward_channels_last(const BackwardJob& job, int64_t begin, int64_t end, 
                     static_cast<const Sum<T>*>(job.weight) + c_begin, sum,
                     static_cast<T*>(job.grad_input.data) + n * grad.n + c_begin};
       rows.all_grad_output = job.want_bias ? static_cast<const T*>(job.all_grad_output) + n * out.n + c_begin : nullptr;
-      backward_tiles<false>(job, rows, row_begin, row_end, sums);
+      if (one_vector) backward_tiles<true>(job, rows, row_begin, row_end, sums);
+      else backward_tiles<false>(job, rows, row_begin, row_end, sums);
     }
     sums.flush();
   }

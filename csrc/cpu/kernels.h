@@ -12,6 +12,7 @@
 #include "../arguments.h"
 
 #define DEPTHCONV_INLINE inline __attribute__((always_inline))
+#define DEPTHCONV_UNROLL _Pragma("GCC unroll 8")  // loops over the registers of a tile
 
 namespace depthconv::cpu {
 
@@ -41,6 +42,7 @@ struct Job {
 // [padded_channels] for channels_last.
 struct ForwardJob : Job {
   Operand input, output;
+  bool filters_together = false;  // a task makes all planes of a channel
   const void* weight = nullptr;
   const void* bias = nullptr;
 };
