@@ -136,8 +136,8 @@ def write_if_changed(path: str, text: str) -> None:
 def torch_cuda_version(version: str) -> Iterator[None]:
     """Let torch's build code see the toolkit's version as torch's own.
 
-    It refuses a toolkit of another CUDA major, which matters for code that shares the CUDA runtime with torch; ours has
-    a static one and calls torch through C functions only. And it tracks the headers of .cu files only if torch has CUDA.
+    It refuses a toolkit of another CUDA major, which matters to code that shares the CUDA runtime with torch; ours has
+    a static one and calls torch through C functions only. And it tracks .cu files' headers only with a CUDA torch.
     """
     own = torch.version.cuda
     torch.version.cuda = version
@@ -186,7 +186,7 @@ def architectures(gencode: list[str]) -> list[str]:
 def extensions(build: Build) -> list[Extension]:
     sources = ["csrc/ops.cpp", *sorted(glob.glob("csrc/cpu/*.cpp", root_dir=HERE))]
     # libstdc++ first: libtorch exports some of the C++ runtime's symbols, which must not be bound to it. libtorch.so in
-    # NEEDED whatever is used of it: through it the weak CUDA symbols find libtorch_cuda where there is one. They come as
+    # NEEDED whatever is used of it: through it the weak CUDA symbols find libtorch_cuda where there is one. They are
     # link arguments, since setuptools cannot put --no-as-needed before its list of libraries.
     link = [
         "-lstdc++",

@@ -59,6 +59,8 @@ constexpr const char* rows = "rows";                    // a register tile; vect
 constexpr const char* march = "march";                  // down the rows through a queue; vectors along the width
 constexpr const char* channels_last = "channels_last";  // a register tile; vectors along the channels, or scalars
 constexpr const char* march_channels_last = "march_channels_last";
+constexpr const char* flat = "flat";                    // planes as runs of memory, through shared memory
+constexpr const char* one_pass_flat = "one_pass_flat";
 constexpr const char* plain = "plain";                  // one element a thread, 64-bit indices
 constexpr const char* one_pass = "one_pass";            // a register tile
 constexpr const char* one_pass_march = "one_pass_march";
@@ -84,6 +86,19 @@ struct Convolution {
   PerFilter bias;
 };
 
+// Flat kernels: how blocks share the planes. See flat.cuh.
+struct FlatPlan {
+  bool use = false;
+  int64_t images = 1, planes = 1;  // planes an image
+  int planes_a_block = 1, rows_a_block = 1;
+  int64_t plane_groups = 1, row_groups = 1;
+  int tiles = 1;                   // of a slab's plane
+  int splits = 1;                  // backward: blocks that share the images
+  int stage_elements = 0;
+  unsigned shared_bytes = 0;
+  int64_t blocks = 1;
+};
+
 struct ForwardPlan {
   const char* kernel = kernel_name::plain;
   const char* reason = "";
@@ -93,6 +108,7 @@ struct ForwardPlan {
   int step = 1;          // input rows (in units of the dilation) between a thread's output rows
   int threads = 256;
   bool march = false;    // down the rows of a tile through a queue, rather than a tile of registers
+  FlatPlan flat;
   int64_t images = 1;    // of the batch, a launch
   Tiling tiling;
 };
@@ -238,6 +254,101 @@ inline int march_rows(int64_t height, int64_t columns, int64_t resident) {
   return static_cast<int>(ceil_div(height, ceil_div(height, rows)));
 }
 
+#define DEPTHCONV_FLAT_TAPS(X) \
+  X(3) X(4) X(5) X(6) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(23) X(31)
+inline bool flat_taps(int64_t K) {
+  switch (K) {
+#define DEPTHCONV_CASE(taps) case taps:
+    DEPTHCONV_FLAT_TAPS(DEPTHCONV_CASE)
+#undef DEPTHCONV_CASE
+    return true;
+  }
+  return false;
+}
+constexpr int flat_rows = 7;  // a thread; odd, and a divisor of the planes that networks end in: 56, 28, 14, 7
+constexpr int flat_threads = 256;
+constexpr int flat_backward_most = 7;  // taps: more, and a thread's sums leave it too few registers
+constexpr int flat_plane = 2048;       // elements of a plane that is worth staging
+
+// Rows without a gap: the plane is one run of memory.
+inline bool is_flat(const Operand& operand, int64_t height, int64_t width) {
+  return (width == 1 || operand.stride.w == 1) && (height == 1 || operand.stride.h == width);
+}
+
+// Slabs of `height` rows of `planes` planes in each of `images`; a block holds two runs: rows of its slab, and as many
+// with the halo of the other tensor, whose planes have `other` rows.
+inline FlatPlan flat_slabs(int64_t images, int64_t planes, bool joined, int64_t height, int64_t other, int64_t width,
+                           int64_t taps, int64_t dilation, int size, int64_t most_units, int64_t blocks_wanted) {
+  FlatPlan f;
+  const int64_t budget = 40 * 1024, most = 96 * 1024;  // shared memory of a block: several blocks, or at least two
+  const int64_t unit_rows = flat_rows * dilation, halo = (taps - 1) * dilation;
+  const int64_t a_plane = (height + other) * width * size;
+  int64_t rows = height, planes_a_block = 1;
+  if (a_plane <= budget) {
+    const int64_t units = ceil_div(ceil_div(height, dilation), flat_rows) * dilation * width;
+    if (units > most_units && most_units > 0) {
+      rows = std::max<int64_t>(1, most_units / (dilation * width)) * unit_rows;
+    } else if (joined) {
+      planes_a_block = std::max<int64_t>(1, std::min(planes, budget / a_plane));
+      if (most_units > 0) planes_a_block = std::max<int64_t>(1, std::min(planes_a_block, most_units / units));
+      planes_a_block = std::max<int64_t>(1, std::min(planes_a_block, ceil_div(images * planes, blocks_wanted)));
+    }
+  } else {
+    rows = (budget / (width * size) - halo) / 2 / unit_rows * unit_rows;
+    if (rows < unit_rows) rows = unit_rows;
+  }
+  if (rows < height) {
+    rows = ceil_div(ceil_div(height, ceil_div(height, rows)), unit_rows) * unit_rows;
+    if (rows > height) rows = height;
+  }
+  const int64_t staged = planes_a_block > 1 || rows == height ? std::max(other, height) : rows + halo;
+  const int word = 16 / size;
+  const int64_t run = ceil_div(planes_a_block * std::max(staged, rows) * width + 2 * word, word) * word;
+  if (2 * run * size > most || images >= index_limit || planes >= index_limit) return f;
+  f.use = true;
+  f.images = images;
+  f.planes = planes;
+  f.planes_a_block = static_cast<int>(planes_a_block);
+  f.rows_a_block = static_cast<int>(rows);
+  f.plane_groups = ceil_div(planes, planes_a_block);
+  f.row_groups = ceil_div(height, rows);
+  f.tiles = static_cast<int>(ceil_div(ceil_div(rows, dilation), flat_rows) * dilation);
+  f.stage_elements = static_cast<int>(run);
+  f.shared_bytes = static_cast<unsigned>(std::max<int64_t>(2 * run * size, flat_threads * 8));
+  f.blocks = images * f.plane_groups * f.row_groups;
+  if (f.blocks >= index_limit) f.use = false;
+  return f;
+}
+
+inline FlatPlan plan_flat_forward(const Convolution& c, int multiprocessors) {
+  if (c.stride.h != 1 || c.stride.w != 1 || c.padding.w != 0 || c.fold != 1 || element_size(c.dtype) == 8 ||
+      !flat_taps(c.K) || !is_flat(c.input, c.H, c.W) || !is_flat(c.output, c.H_out, c.W))
+    return {};
+  // Small planes with few taps are over before a block has staged anything (NOTES.md).
+  if (c.W > 1 && c.K <= 11 && c.H_out * c.W < flat_plane) return {};
+  const bool joined = c.multiplier == 1 && (c.C_out == 1 || (c.input.stride.c == c.H * c.W && c.output.stride.c == c.H_out * c.W));
+  const bool one_run = joined && (c.N == 1 || (c.input.stride.n == c.C_out * c.H * c.W && c.output.stride.n == c.C_out * c.H_out * c.W));
+  return flat_slabs(one_run ? 1 : c.N, one_run ? c.N * c.C_out : c.C_out, joined, c.H_out, c.H, c.W, c.K, c.dilation.h,
+                    element_size(c.dtype), 0, int64_t{multiprocessors} * 4);
+}
+
+inline FlatPlan plan_flat_backward(const BackwardArguments& a, int multiprocessors) {
+  const Geometry& g = a.geometry;
+  if (g.padding.w != 0 || element_size(a.dtype) == 8 || g.K > flat_backward_most || !flat_taps(g.K) ||
+      !is_flat(a.input, g.H, g.W) || !is_flat(a.grad_output, g.H_out, g.W) || !is_flat(a.grad_input, g.H, g.W) ||
+      (g.W > 1 && g.H * g.W < flat_plane))
+    return {};
+  const bool joined = g.C == 1 || (a.input.stride.c == g.H * g.W && a.grad_output.stride.c == g.H_out * g.W);
+  FlatPlan f = flat_slabs(g.N, g.C, joined, g.H, g.H_out, g.W, g.K, g.dilation.h, element_size(a.dtype), flat_threads, 1);
+  if (!f.use) return f;
+  const int64_t places = f.plane_groups * f.row_groups;
+  const int64_t wanted = ceil_div(int64_t{multiprocessors} * 8, places);
+  f.splits = static_cast<int>(ceil_div(g.N, ceil_div(g.N, std::min(wanted, g.N))));
+  f.blocks = places * f.splits;
+  if (f.blocks >= index_limit) f.use = false;
+  return f;
+}
+
 inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
   auto plain = [](const char* reason) {
     ForwardPlan plan;
@@ -281,6 +392,16 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
       plan.reason = "rows start off 16-byte boundaries: one element a load";
     }
     cols = c.W_out / plan.vector_width;
+    if (plan.vector_width == 1) plan.flat = plan_flat_forward(c, multiprocessors);
+    if (plan.flat.use) {
+      plan.kernel = kernel_name::flat;
+      plan.vector_width = width;
+      plan.taps = static_cast<int>(c.K);
+      plan.threads = flat_threads;
+      plan.images = c.N;
+      plan.reason = "planes without gaps, rows off 16-byte boundaries: whole runs in 16-byte words through shared memory";
+      return plan;
+    }
   }
   if (cols >= index_limit) return plain("a row has more columns than 32 bits count");
   int rows = 1;
@@ -329,6 +450,7 @@ struct ReductionPlan {
   bool channels_last = false;
   int vector_width = 1;
   bool march = false;
+  FlatPlan flat;
   int taps = 0;
   int step = 1;
   int threads = 128;
@@ -401,19 +523,26 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
   const bool unit_stride = g.stride.h == 1 && g.stride.w == 1;
   const double a_channel = static_cast<double>(g.N) * std::max(g.H, g.H_out) * std::max(g.W, g.W_out);
   const double filters = static_cast<double>(g.C_out()) * (g.K + 1);
-  if (!fits_32_bits(forward) || !fits_32_bits(transposed) || a_channel >= index_limit || filters >= index_limit) {
+  const double an_image = static_cast<double>(g.C) * g.H * g.W;
+  const int taps_at_most = taps_in_shared(a.dtype);
+  plan.one_pass = want_input && want_weight && unit_stride && g.multiplier == 1 && g.K <= taps_at_most;
+  plan.input_by_forward = want_input && unit_stride && !plan.one_pass;
+  plan.input_strided = want_input && !unit_stride;
+  if (plan.input_by_forward) plan.input_plan = plan_forward(transposed, multiprocessors);
+  if (!fits_32_bits(forward) || !fits_32_bits(transposed) || a_channel >= index_limit || filters >= index_limit ||
+      (plan.input_by_forward && plan.input_plan.kernel == kernel_name::plain) ||
+      (plan.input_strided && an_image >= index_limit)) {
     plan.plain = true;
-    plan.reason = "an extent, or the elements of a channel, need 64-bit indices";
+    plan.one_pass = plan.input_by_forward = plan.input_strided = false;
+    plan.reason = "an extent, or the elements of a channel or an image, need 64-bit indices";
     plan.plain_splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(256, index_limit / (g.C_out() * (g.K + 1)))));
     if (want_weight || want_bias) plan.workspace = g.C_out() * (g.K + 1) * plan.plain_splits;
     return plan;
   }
   const bool flush_width = g.stride.w == 1 && g.padding.w == 0 && g.W % width == 0;
-  const int taps_at_most = taps_in_shared(a.dtype);
   auto aligned = [&](const Operand& operand) { return rows_aligned(operand, width, size); };
 
-  if (want_input && want_weight && unit_stride && g.multiplier == 1 && g.K <= taps_at_most) {
-    plan.one_pass = true;
+  if (plan.one_pass) {
     ReductionPlan& p = plan.one_pass_plan;
     p.channels_last = reads_channels_last(a.input, g.C, g.W) && reads_channels_last(a.grad_output, g.C, g.W_out);
     p.kernel = p.channels_last ? kernel_name::one_pass_channels_last : kernel_name::one_pass;
@@ -424,33 +553,36 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
                : vectors       ? "stride 1, rows on 16 bytes: one pass, 16-byte vectors along the width"
                                : "stride 1, rows off 16-byte boundaries or padded: one pass, one element a load";
     p.tap_chunk = static_cast<int>(g.K);
-    p.march = !p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K);
-    if (p.march) {
+    if (!p.channels_last && !vectors) p.flat = plan_flat_backward(a, multiprocessors);
+    const int64_t row_step = g.dilation.h;
+    if (p.flat.use) {
+      p.kernel = kernel_name::one_pass_flat;
+      p.vector_width = width;
+      p.taps = static_cast<int>(g.K);
+      p.threads = flat_threads;
+      p.splits = static_cast<int>(p.flat.splits * p.flat.row_groups);
+      p.reason = "stride 1, planes without gaps, rows off 16-byte boundaries: one pass over whole runs in shared memory";
+    } else if (!p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K)) {
+      p.march = true;
       p.kernel = kernel_name::one_pass_march;
       p.taps = static_cast<int>(g.K);
       if (vectors) p.vector_width = march_backward_width(size, g.K);
       const int64_t resident = int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps);
-      const int rows = march_rows(ceil_div(g.H, g.dilation.h), g.N * g.C * g.W / p.vector_width * g.dilation.h, resident);
-      p.tiling = reduction_tiling(false, g.N, g.H, g.W, p.vector_width, rows, static_cast<int>(g.dilation.h));
+      const int rows = march_rows(ceil_div(g.H, row_step), g.N * g.C * g.W / p.vector_width * row_step, resident);
+      p.tiling = reduction_tiling(false, g.N, g.H, g.W, p.vector_width, rows, static_cast<int>(row_step));
+      split_channels(p, g.C, multiprocessors);
     } else {
       if (p.vector_width == 1) p.taps = tile_taps(size, 1, p.channels_last, g.K);
       p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, one_pass_rows(p.vector_width),
-                                  static_cast<int>(g.dilation.h));
+                                  static_cast<int>(row_step));
+      split_channels(p, g.C, multiprocessors);
     }
-    split_channels(p, g.C, multiprocessors);
     // Each grad_output row must lie in the window of some input row for its sum to be made on the way.
     plan.bias_in_one_pass = want_bias && g.padding.w == 0 && g.padding.h <= g.dilation.h * (g.K - 1) &&
                             g.H >= g.dilation.h;
     plan.workspace += g.C * (g.K + 1) * p.splits;
-  } else if (want_input) {
-    if (unit_stride) {
-      plan.input_by_forward = true;
-      plan.input_plan = plan_forward(transposed, multiprocessors);
-    } else {
-      plan.input_strided = true;
-      const bool vectors = flush_width && aligned(a.grad_output) && aligned(a.grad_input);
-      plan.strided_vector_width = vectors ? width : 1;
-    }
+  } else if (plan.input_strided) {
+    plan.strided_vector_width = flush_width && aligned(a.grad_output) && aligned(a.grad_input) ? width : 1;
   }
   const bool weight_left = want_weight && !plan.one_pass;
   if (weight_left || (want_bias && !plan.bias_in_one_pass)) {

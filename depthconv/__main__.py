@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--device {device}: this torch ({torch.__version__}) sees no CUDA device")
     if kind == "cuda" and not bench.build_info()["cuda"]:
         parser.error(f"--device {device}: this build of depthconv has no CUDA kernels ({bench.build_info()['reason']})")
+    if options.plot and "speed" not in (options.part or PARTS):
+        parser.error("--plot draws the part speed, which --part leaves out")
     try:
         shapes = bench.load_shapes(options.shapes)
     except (OSError, ValueError, TypeError) as error:
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.plot:
-        bench.plot(result.get("speed", []), options.plot)
+        bench.plot(result["speed"], options.plot)
     return 0 if all(row["passed"] for row in result.get("check", [])) else 1
 
 

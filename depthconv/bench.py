@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import statistics
 import sys
@@ -20,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,9 @@ class Problem:
             slice_of=int(line.get("slice_of", 0)),
             channels_last=bool(line.get("channels_last", False)),
         )
-        if min(*problem.output_size, problem.kernel_size, *problem.stride) < 1 or 0 < problem.slice_of < c:
-            raise ValueError(f"a shape without output, or a slice wider than its tensor: {json.dumps(line)}")
+        positive = (*problem.size, problem.kernel_size, *problem.stride, *problem.dilation, problem.multiplier)
+        if min(positive) < 1 or min(problem.output_size) < 1 or 0 < problem.slice_of < c:
+            raise ValueError(f"a shape with a size below 1, without output, or wider than slice_of: {json.dumps(line)}")
         return problem
 
     @property
@@ -131,6 +132,12 @@ def load_shapes(path: str | Path | None = None) -> list[Problem]:
     return [Problem.parse(line) for line in lines]
 
 
+def fact_of(path: str, key: str, read: Callable[[str], Any]) -> Any:
+    """What `read` makes of the first 'key: value' line of a file of the system, or None."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return next((read(line.split(":", 1)[1].strip()) for line in lines if line.startswith(key)), None)
+
+
 class CudaClock:
     """GPU time of one call in seconds, with a cold L2 cache."""
 
@@ -156,6 +163,7 @@ class CudaClock:
 
         return finish
 
+    @cached_property
     def most_bytes_per_second(self) -> float:
         """What the memory can move; a figure above it was not measured right."""
         rate = getattr(self.properties, "memory_clock_rate", 0)  # kHz
@@ -184,11 +192,10 @@ class CpuClock:
         del kept
         return lambda: seconds
 
-    def most_bytes_per_second(self) -> float:
-        return math.inf  # small problems live in the caches
+    most_bytes_per_second = math.inf  # small problems live in the caches
 
     def free_bytes(self) -> int:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return fact_of("/proc/meminfo", "MemAvailable", lambda text: int(text.split()[0]) << 10) or sys.maxsize
 
 
 Clock = CudaClock | CpuClock
@@ -278,25 +285,39 @@ def reference_call(direction: str, count: int, device: torch.device, dtype: torc
 
 def calls_for(
     problem: Problem, direction: str, device: torch.device, dtype: torch.dtype, peers: str
-) -> dict[str, Call]:
-    """What is timed: ours and the peers; backward makes dx and dw, ours also as the bare operator."""
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """What is timed, and what cannot be and why: ours and the peers. Backward makes dx and dw, ours also as the bare
+    operator."""
     x, w, dy = tensors(problem, device, dtype)
-    strided = (lambda t: t.contiguous(memory_format=torch.channels_last)), lambda t: t
-    calls: dict[str, Call] = {}
-    for name, function in convolutions(problem, device, peers).items():
-        px, pdy = (strided[name != "channels_last"](t) for t in (x, dy))
+
+    def call_of(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> Call:
+        own_x, own_dy = (
+            t.contiguous(memory_format=torch.channels_last) if name == "channels_last" else t for t in (x, dy)
+        )
         if direction == "forward":
-            calls[name] = lambda f=function, px=px: f(px, w)
-            continue
-        if name == "cudnn":
-            continue  # its derivative is F.conv2d's
-        leaves = (px.detach().requires_grad_(), w.detach().requires_grad_())
+            return lambda: function(own_x, w)
+        leaves = (own_x.detach().requires_grad_(), w.detach().requires_grad_())
         y = function(*leaves)
-        calls[name] = lambda y=y, leaves=leaves, pdy=pdy: torch.autograd.grad(y, leaves, pdy, retain_graph=True)
+        return lambda: torch.autograd.grad(y, leaves, own_dy, retain_graph=True)
+
+    calls: dict[str, Call] = {}
+    failed: dict[str, str] = {}
+    for name, function in convolutions(problem, device, peers).items():
+        if direction == "backward" and name == "cudnn":
+            continue  # its derivative is F.conv2d's
+        try:
+            calls[name] = call_of(name, function)
+            calls[name]()
+        except Exception as error:
+            if name in ("depthconv", "conv2d"):
+                raise
+            # cuDNN and the compiler do not take every problem.
+            calls.pop(name, None)
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     if direction == "backward":
         geometry = (problem.stride, problem.padding, problem.dilation)
         calls["operator"] = lambda: torch.ops.depthconv._backward(dy, x, w, *geometry, [True, True, False])
-    return calls
+    return calls, failed
 
 
 def kernels(problem: Problem, direction: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -340,6 +361,7 @@ def time_line(
         "tb_per_s": None,
         "invalid": None,
         "skipped": None,
+        "failed": {},
     }
     x_bytes, y_bytes = (math.prod(size) * itemsize for size in (problem.size, problem.output_size))
     # Roughly what is alive at once: the tensors, padded or channels_last copies of a peer, gradients, the reference.
@@ -351,12 +373,12 @@ def time_line(
     row["kernel"] = kernels(problem, direction, device, dtype)
     guard: AbstractContextManager[Any] = torch.no_grad() if direction == "forward" else nullcontext()
     with guard:
-        calls = calls_for(problem, direction, device, dtype, peers)
+        calls, row["failed"] = calls_for(problem, direction, device, dtype, peers)
         calls["reference"] = reference_call(direction, moved // itemsize, device, dtype)
         least, most, budget = (3, 10, 0.02) if quick else (9, 101, 0.15 if device.type == "cuda" else 0.5)
         seconds = measure(calls, clock, budget, least, most)
     row["ms"] = {name: value * 1e3 for name, value in seconds.items()}
-    return judge(row, clock.most_bytes_per_second())
+    return judge(row, clock.most_bytes_per_second)
 
 
 def judge(row: dict[str, Any], most_bytes_per_second: float) -> dict[str, Any]:
@@ -389,6 +411,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Time each problem in each direction; `watch` wraps the list of lines (a progress bar). A dict a line."""
     device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     clock = clock_for(device)
     problems = load_shapes() if shapes is None else list(shapes)
     lines = [(problem, direction) for direction in directions for problem in problems]
@@ -414,7 +438,7 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "over_reference": {
                 name: geometric_mean(ms[name] / ms["reference"] for ms in group)
                 for name in group[0]
-                if name != "reference"
+                if name != "reference" and all(name in ms for ms in group)
             },
         }
         for (dtype, direction), group in groups.items()
@@ -503,10 +527,7 @@ def machine(device: str | torch.device) -> dict[str, Any]:
 
 
 def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return fact_of("/proc/cpuinfo", "model name", str) or platform.processor() or platform.machine()
 
 
 def progress(items: list[Any], label: str) -> Iterator[Any]:
@@ -534,41 +555,36 @@ def cells(table: list[list[str]]) -> str:
     )
 
 
+def reference_name(row: dict[str, Any]) -> str:
+    names = {"cpu": ("clone", "a fresh add"), "cuda": ("copy_", "add")}[torch.device(row["device"]).type]
+    return names[DIRECTIONS.index(row["direction"])]
+
+
 def speed_table(rows: list[dict[str, Any]]) -> str:
-    """The lines of one dtype and direction as text: times, and times over the reference's."""
-    first = next((row for row in rows if row["ms"]), None)
-    peers = [name for name in PEERS if first and name in first["ms"]]
-    backward, on_cpu = rows[0]["direction"] == "backward", rows[0]["device"].startswith("cpu")
-    reference = ("fresh add" if backward else "clone") if on_cpu else ("add" if backward else "copy")
-    heads = ["shape", "K", "geometry; kernel", "ours ms", f"{reference} ms", f"ours/{reference}"]
-    heads += ["operator alone"] * backward + [f"{name}/{reference}" for name in peers] + ["conv2d/ours", "TB/s"]
+    """The lines of one dtype and direction as text: times in ms, and times over the reference's."""
+    ratios = [name for name in ("depthconv", "operator", *PEERS) if any(name in row["ms"] for row in rows)]
+    on_gpu = torch.device(rows[0]["device"]).type == "cuda"
+    heads = ["shape", "K", "geometry; kernel", "ms", "reference ms", *ratios, "conv2d/depthconv"]
+    heads.append("TB/s" if on_gpu else "GB/s")
     table, notes = [heads], []
     for row in rows:
-        shape = "x".join(map(str, row["size"])) + "*" * bool(row["cut_from"])
-        where = "; ".join(filter(None, [row["geometry"], row["kernel"]]))
-        line = [shape, str(row["kernel_size"]), where]
-        ms = row["ms"]
-        if row["skipped"] or row["ratio"] is None:
-            notes.append(f"{shape} K {row['kernel_size']}: {row['skipped'] or row['invalid']}")
+        shape, ms = "x".join(map(str, row["size"])), row["ms"]
+        cut = f"cut from {row['cut_from'][0]}x{row['cut_from'][1]}" if row["cut_from"] else ""
+        line = [shape, str(row["kernel_size"]), "; ".join(filter(None, [row["geometry"], cut, row["kernel"]]))]
+        problem = row["skipped"] or row["invalid"]
+        if problem:
+            notes.append(f"{shape} K {row['kernel_size']}: {'skipped' if row['skipped'] else 'INVALID'}, {problem}")
+        notes += [f"{shape} K {row['kernel_size']}: {name} failed, {why}" for name, why in row["failed"].items()]
+        if row["ratio"] is None:
             table.append(line + ["skipped" if row["skipped"] else "invalid"] + ["-"] * (len(heads) - 4))
             continue
-        if row["invalid"]:
-            notes.append(f"{shape} K {row['kernel_size']}: INVALID, {row['invalid']}")
-        line += [f"{ms['depthconv']:.4f}", f"{ms['reference']:.4f}", f"{row['ratio']:.2f}" + "!" * bool(row["invalid"])]
-        line += [f"{ms['operator'] / ms['reference']:.2f}"] * backward
-        line += [f"{ms[name] / ms['reference']:.2f}" for name in peers]
-        table.append(line + [f"{row['speedup']:.1f}", f"{row['tb_per_s']:.2f}"])
-    cut = sorted(
-        {
-            f"{row['cut_from'][0]}x{row['cut_from'][1]} to {row['size'][0]}x{row['size'][1]}"
-            for row in rows
-            if row["cut_from"]
-        }
-    )
-    if cut:
+        line += [f"{ms['depthconv']:.4f}", f"{ms['reference']:.4f}"]
+        mark = "!" * bool(row["invalid"])
+        line += [f"{ms[name] / ms['reference']:.2f}{mark}" if name in ms else "-" for name in ratios]
+        table.append(line + [f"{row['speedup']:.1f}", f"{row['tb_per_s'] * (1 if on_gpu else 1e3):.2f}"])
+    if any(row["cut_from"] for row in rows):
         notes.append(
-            f"* batch (and where one sample is too much, channels) cut so that x and y take at most "
-            f"{CPU_BYTES >> 20} MiB, less with --quick: {', '.join(cut)}"
+            f"cut: to a batch, or channels, whose x and y take at most {CPU_BYTES >> 20} MiB, less with --quick"
         )
     return "\n".join([cells(table), *notes])
 
@@ -580,13 +596,13 @@ def report(rows: list[dict[str, Any]]) -> str:
         for direction in DIRECTIONS:
             group = [row for row in rows if (row["dtype"], row["direction"]) == (dtype, direction)]
             if group:
-                parts.append(f"{direction}, {dtype}, {group[0]['device']}\n{speed_table(group)}")
+                title = f"{direction}, {dtype}, {group[0]['device']}"
+                parts.append(f"{title}: times over the reference's, {reference_name(group[0])}\n{speed_table(group)}")
     for mean in means(rows):
         names = {"depthconv": "depthconv", "operator": "the operator alone", **PEERS}
         figures = ", ".join(f"{names[name]} {value:.2f}" for name, value in mean["over_reference"].items())
-        parts.append(
-            f"geometric means over the reference, {mean['direction']}, {mean['dtype']}, {mean['lines']} lines: {figures}"
-        )
+        where = f"{mean['direction']}, {mean['dtype']}, {mean['lines']} lines"
+        parts.append(f"geometric means over the reference, {where}: {figures}")
     return "\n\n".join(parts)
 
 
@@ -606,12 +622,12 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     figure = Figure(figsize=(11, 1 + sum(0.32 * len(group) + 1.2 for group in valid.values())), layout="constrained")
     axes = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[len(group) + 3 for group in valid.values()])
     for axis, ((dtype, direction), group) in zip(axes[:, 0], valid.items()):
-        names = ["depthconv", *(name for name in PEERS if name in group[0]["ms"])]
+        names = ["depthconv", *(name for name in PEERS if all(name in row["ms"] for row in group))]
         thickness = 0.8 / len(names)
         for at, name in enumerate(names):
             ratios = [row["ms"][name] / row["ms"]["reference"] for row in group]
             places = [line + at * thickness for line in range(len(group))]
-            axis.barh(places, ratios, thickness, label=PEERS.get(name, name), left=0)
+            axis.barh(places, ratios, thickness, label=PEERS.get(name, name))
         axis.set_yticks([line + 0.4 - thickness / 2 for line in range(len(group))])
         axis.set_yticklabels(
             ["x".join(map(str, row["size"])) + f" K {row['kernel_size']}" for row in group], fontsize=8

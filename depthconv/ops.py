@@ -8,8 +8,9 @@ Private names of torch used here, all of them also used by torch.library or torc
 - torch._C._are_functorch_transforms_active, _len_torch_dispatch_stack, _is_torch_function_mode_enabled,
   _get_tracing_state, _is_any_autocast_enabled, torch.autograd.forward_ad._current_level: whether the short way is open;
 - torch._C._AutoDispatchBelowAutograd, _ExcludeDispatchKeyGuard: a kernel's call of its own operator further down;
-- torch.autograd.function._SingleLevelFunction, torch._functorch.utils.enable_single_level_autograd_function,
-  torch.autograd.forward_ad._set_fwd_grad_enabled: autograd for one level of torch.func, as ATen's own operators have it.
+- torch.autograd.function._SingleLevelFunction, torch._functorch.utils.enable_single_level_autograd_function and
+  unwrap_if_dead, torch.autograd.forward_ad._set_fwd_grad_enabled: autograd for one level of torch.func, as ATen's own
+  operators have it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import SymInt, Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_if_dead
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from . import _geometry
@@ -54,6 +55,15 @@ _PLAIN = frozenset({Tensor, Parameter})
 # ---- the short way -------------------------------------------------------------------------------------------------
 
 
+def _check_types(input: Any, weight: Any, bias: Any) -> None:
+    for argument, value in (("input", input), ("weight", weight), ("bias", bias)):
+        # Tensor-likes (a torch.fx.Proxy) come through: the operator hands them to their own __torch_function__.
+        if isinstance(value, Tensor) or hasattr(value, "__torch_function__") or (argument == "bias" and value is None):
+            continue
+        expected = "a torch.Tensor or None" if argument == "bias" else "a torch.Tensor"
+        raise TypeError(f"depthconv: {argument} must be {expected}, but got {type(value).__name__}")
+
+
 def _watched() -> bool:
     """Whether something wants to see the public operator: torch.func, a mode, a tracer."""
     return bool(
@@ -74,13 +84,17 @@ def _run_forward(
         or _function_modes()
         or _tracing_state() is not None
     ):
+        _check_types(input, weight, bias)
         return _public_forward(input, weight, bias, stride, padding, dilation)
     try:
         if (
             _is_grad_enabled()
             and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
         ) or forward_ad._current_level >= 0:
-            return _EagerForward.apply(input, weight, bias, stride, padding, dilation)
+            bias = None if bias is None else unwrap_if_dead(bias)
+            return _EagerForward.apply(
+                unwrap_if_dead(input), unwrap_if_dead(weight), bias, stride, padding, dilation
+            )
         return _forward(input, weight, bias, stride, padding, dilation)
     except NotImplementedError:  # no kernel for this device: meta has one on the public operator, others a clear error
         return _public_forward(input, weight, bias, stride, padding, dilation)
@@ -96,7 +110,8 @@ def _run_backward(
         if (
             _is_grad_enabled() and (grad_output.requires_grad or input.requires_grad or weight.requires_grad)
         ) or forward_ad._current_level >= 0:
-            return _EagerBackward.apply(grad_output, input, weight, stride, padding, dilation, mask)
+            tensors = (unwrap_if_dead(grad_output), unwrap_if_dead(input), unwrap_if_dead(weight))
+            return _EagerBackward.apply(*tensors, stride, padding, dilation, mask)
         return _backward(grad_output, input, weight, stride, padding, dilation, mask)
     except NotImplementedError:
         return _public_backward(grad_output, input, weight, stride, padding, dilation, mask)
@@ -181,7 +196,10 @@ class _BackwardRules:
         if input_t is not None and mask[1]:
             by_input = _run_backward(grad_output, input_t, weight, *ctx.geometry, (False, True, False))[1]
             out[1] = _add(out[1], by_input)
-        return out[0], out[1], out[2]
+        # PyTorch wants a tangent for every output that is a tensor.
+        like = (input, weight, weight[:, 0, 0, 0])
+        full = [torch.zeros_like(t) if wanted and o is None else o for o, wanted, t in zip(out, mask, like)]
+        return full[0], full[1], full[2]
 
 
 def _save(ctx: Any, tensors: tuple[Tensor, ...], geometry: tuple[Pair, Pair, Pair]) -> None:
@@ -190,20 +208,26 @@ def _save(ctx: Any, tensors: tuple[Tensor, ...], geometry: tuple[Pair, Pair, Pai
     ctx.geometry = geometry
 
 
-class _EagerForward(_ForwardRules, torch.autograd.Function):
-    """Plain tensors outside torch.func. No setup_context: with one, each call would bind a signature."""
+class _EagerForward(_ForwardRules, _SingleLevelFunction):
+    """Plain tensors outside torch.func.
+
+    Its apply is the one in C++: torch.autograd.Function's looks for torch.func and for its dead wrappers first, in Python,
+    and costs as much again. What it looks for has been looked for here.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
     ) -> Tensor:
-        _save(ctx, (input, weight), (stride, padding, dilation))
+        ctx.save_for_backward(input, weight)
+        ctx.geometry = (stride, padding, dilation)
         if forward_ad._current_level >= 0:
+            ctx.set_materialize_grads(False)
             ctx.save_for_forward(input, weight)
         return _forward(input, weight, bias, stride, padding, dilation)
 
 
-class _EagerBackward(_BackwardRules, torch.autograd.Function):
+class _EagerBackward(_BackwardRules, _SingleLevelFunction):
     """The same for the gradients, when their own derivative is to be recorded."""
 
     @staticmethod
@@ -314,7 +338,9 @@ def _autograd_backward(
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def _check_dtypes(input: Tensor, **others: Tensor | None) -> None:
+def _check_tensors(input: Tensor, **others: Tensor | None) -> None:
+    """Device and dtype, which the operators check before any size."""
+
     def name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
@@ -323,7 +349,13 @@ def _check_dtypes(input: Tensor, **others: Tensor | None) -> None:
             f"depthconv: input must be float32, float64, float16 or bfloat16, but got {name(input.dtype)}"
         )
     for argument, tensor in others.items():
-        if tensor is not None and tensor.dtype != input.dtype:
+        if tensor is None:
+            continue
+        if tensor.device != input.device:
+            raise RuntimeError(
+                f"depthconv: {argument} must be on the same device as input, {input.device}, but got {tensor.device}"
+            )
+        if tensor.dtype != input.dtype:
             raise RuntimeError(
                 f"depthconv: {argument} must have the same dtype as input, {name(input.dtype)}, "
                 f"but got {name(tensor.dtype)}"
@@ -345,7 +377,7 @@ def _fake_forward(
     padding: Sequence[int] = _ZERO,
     dilation: Sequence[int] = _ONE,
 ) -> Tensor:
-    _check_dtypes(input, weight=weight, bias=bias)
+    _check_tensors(input, weight=weight, bias=bias)
     g = _geometry_of(input, weight, bias, stride, padding, dilation)
     return input.new_empty_strided(g.output_size, g.output_stride)
 
@@ -359,7 +391,7 @@ def _fake_backward(
     dilation: Sequence[int],
     output_mask: Mask,
 ) -> Gradients:
-    _check_dtypes(input, weight=weight, grad_output=grad_output)
+    _check_tensors(input, weight=weight, grad_output=grad_output)
     g = _geometry_of(input, weight, None, stride, padding, dilation)
     if len(grad_output.shape) != len(g.output_size) or any(a != b for a, b in zip(grad_output.shape, g.output_size)):
         raise RuntimeError(
@@ -508,15 +540,6 @@ def as_pair(argument: str, value: Any) -> Pair:
     return ints[0], ints[-1]
 
 
-def _check_tensor(argument: str, value: Any, optional: bool = False) -> None:
-    # Tensor-likes (a torch.fx.Proxy) come through: the operator hands them to their own __torch_function__.
-    if not (isinstance(value, Tensor) or hasattr(value, "__torch_function__") or (optional and value is None)):
-        raise TypeError(
-            f"depthconv: {argument} must be a torch.Tensor{' or None' if optional else ''}, "
-            f"but got {type(value).__name__}"
-        )
-
-
 def same_padding(input: Tensor, stride: Pair, dilation: Pair, taps: int) -> tuple[Tensor, Pair]:
     """padding='same': the input, with one row more at the bottom where the sum is odd, and the padding of both sides."""
     if stride[0] != 1 or stride[1] != 1:
@@ -559,7 +582,7 @@ def depthwise_conv2d(
         TypeError, ValueError: an argument of the wrong type or with the wrong number of values.
         RuntimeError: sizes, dtypes or devices that do not fit each other; the message names the argument.
     """
-    # The tests are in this order and inline because a call on a GPU's behalf has ten microseconds of host time in all.
+    # What is usual is tested first, and here: the whole call, its kernel launched, has ten microseconds of host time.
     if type(stride) is int:
         stride = (stride, stride)
     elif not (type(stride) is tuple and len(stride) == 2 and type(stride[0]) is int and type(stride[1]) is int):
@@ -568,11 +591,6 @@ def depthwise_conv2d(
         dilation = (dilation, dilation)
     elif not (type(dilation) is tuple and len(dilation) == 2 and type(dilation[0]) is int and type(dilation[1]) is int):
         dilation = as_pair("dilation", dilation)
-    if type(input) not in _PLAIN or type(weight) not in _PLAIN:
-        _check_tensor("input", input)
-        _check_tensor("weight", weight)
-    if bias is not None and type(bias) not in _PLAIN:
-        _check_tensor("bias", bias, optional=True)
     if type(padding) is int:
         padding = (padding, padding)
     elif type(padding) is str:
@@ -580,6 +598,7 @@ def depthwise_conv2d(
             raise ValueError(
                 f"depthconv: padding must be an int, a pair of ints, 'same' or 'valid', but got {padding!r}"
             )
+        _check_types(input, weight, bias)
         # With a rank that is wrong anyway, nothing is padded: the operator says what is wrong.
         if padding == "valid" or weight.dim() != 4 or input.dim() not in (3, 4):
             padding = (0, 0)
@@ -588,9 +607,11 @@ def depthwise_conv2d(
     elif not (type(padding) is tuple and len(padding) == 2 and type(padding[0]) is int and type(padding[1]) is int):
         padding = as_pair("padding", padding)
 
-    if is_compiling():
+    # Enough for torch.export too: without dynamo, its tensors are of a class of their own.
+    if is_dynamo_compiling():
         return _public_forward(input, weight, bias, stride, padding, dilation)
     if _is_any_autocast_enabled():
+        _check_types(input, weight, bias)
         device = input.device.type
         if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
             input, weight, bias = _cast(device, input, weight, bias)

@@ -19,7 +19,8 @@ void split(BackwardJob& job, int64_t sums) {
   // Channels together: as many as a task's work asks for, while their sums fit a part of the L2 cache.
   if (job.channels_last) {
     const int64_t fit = (int64_t{1} << 16) / (sums * 4 * most_lanes);
-    job.channel_chunk = std::min(job.padded_channels, std::max<int64_t>(fit, 1) * most_lanes);
+    job.channel_chunk = job.merged_pixels > 1 ? job.padded_channels
+                                              : std::min(job.padded_channels, std::max<int64_t>(fit, 1) * most_lanes);
   } else {
     const int64_t fit = std::max<int64_t>((int64_t{1} << 17) / (sums * 12 * 8), 1);
     job.channel_chunk = std::min({job.C, fit, quotient_up(task_work, std::max<int64_t>(plane_work, 1))});
@@ -49,7 +50,6 @@ void backward(const BackwardArguments& arguments) {
   job.N = g.N, job.C = g.C, job.multiplier = g.multiplier, job.K = g.K, job.H = g.H, job.H_out = g.H_out;
   job.W = columns.count(), job.W_out = g.W_out;
   job.stride = g.stride.h, job.padding = g.padding.h, job.dilation = g.dilation.h;
-  job.padded_channels = padded_channels(g.C);
   job.want_weight = arguments.grad_weight.data;
   job.want_bias = arguments.grad_bias.data;
 
@@ -85,9 +85,14 @@ void backward(const BackwardArguments& arguments) {
   job.flat = job.stride == 1 && job.W > 0 && follows(job.grad_output, g.H_out) && follows(job.input, g.H) &&
              follows(job.grad_input, g.H);
 
+  const auto without_gaps = [&](const Operand& operand) { return !operand.data || operand.stride.w == g.C; };
+  if (job.channels_last && without_gaps(job.grad_output) && (!job.want_weight || without_gaps(job.input)) &&
+      without_gaps(job.grad_input))
+    job.merged_pixels = pixels_to_merge(g.C, job.W);
+  job.padded_channels = padded_channels(g.C * job.merged_pixels);
   const int64_t taps_size = (job.channels_last ? job.padded_channels : filters) * g.K;
   const std::unique_ptr<char[]> weight(new char[taps_size * sum_size(dtype)]);
-  convert(g, dtype, job.channels_last, arguments.weight, g.K, weight.get());
+  convert(g, dtype, job, arguments.weight, g.K, weight.get());
   job.weight = weight.get();
 
   const Kernels& set = kernels();
@@ -117,7 +122,9 @@ void backward(const BackwardArguments& arguments) {
     for (int64_t co = begin; co < end; ++co)
       for (int64_t k = job.want_weight ? 0 : g.K; k < g.K + job.want_bias; ++k) {
         double sum = 0;
-        for (int64_t s = 0; s < slices; ++s) sum += job.partial[s * job.partial_size + co * filter_step + k * tap_step];
+        for (int64_t s = 0; s < slices; ++s)
+          for (int64_t pixel = 0; pixel < job.merged_pixels; ++pixel)
+            sum += job.partial[s * job.partial_size + (pixel * g.C + co) * filter_step + k * tap_step];
         if (k < g.K)
           store_value(arguments.grad_weight.data, dtype, co * arguments.grad_weight.filter + k * arguments.grad_weight.tap, sum);
         else

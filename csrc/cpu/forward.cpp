@@ -62,13 +62,16 @@ void forward(const ForwardArguments& arguments) {
   }
   job.flat = job.stride == 1 && (job.input.stride.h == job.W || g.H == 1) && (job.output.stride.h == job.W || g.H_out == 1);
 
-  const int64_t filters = g.C_out(), width = padded_channels(filters);
+  const int64_t filters = g.C_out();
+  if (job.channels_last && job.input.stride.w == g.C && job.output.stride.w == g.C)
+    job.merged_pixels = pixels_to_merge(g.C, job.W);
+  const int64_t width = padded_channels(filters * job.merged_pixels);
   job.padded_channels = width;
   const int64_t taps_size = (job.channels_last ? width : filters) * g.K;
   const std::unique_ptr<char[]> sums(new char[(taps_size + width) * sum_size(dtype)]);
-  convert(g, dtype, job.channels_last, arguments.weight, g.K, sums.get());
+  convert(g, dtype, job, arguments.weight, g.K, sums.get());
   char* bias = sums.get() + taps_size * sum_size(dtype);
-  convert(g, dtype, job.channels_last, {arguments.bias.data, arguments.bias.step, 0}, 1, bias);
+  convert(g, dtype, job, {arguments.bias.data, arguments.bias.step, 0}, 1, bias);
   job.weight = sums.get();
   job.bias = bias;
 

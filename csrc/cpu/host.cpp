@@ -64,14 +64,18 @@ void copy_units(const Operand& to, const Operand& from, const Extent& extent) {
 }
 
 template <typename T>
-void convert_all(const Geometry& g, bool channels_last, const Filters& from, int64_t taps, Sum<T>* to) {
-  const int64_t width = padded_channels(g.C_out());
-  if (channels_last || !from.data) std::fill_n(to, channels_last ? taps * width : g.C_out() * taps, Sum<T>(0));
+void convert_all(const Geometry& g, const Job& job, const Filters& from, int64_t taps, Sum<T>* to) {
+  const int64_t width = job.padded_channels, filters = g.C_out();
+  if (job.channels_last || !from.data) std::fill_n(to, (job.channels_last ? width : filters) * taps, Sum<T>(0));
   if (!from.data) return;
-  for (int64_t co = 0; co < g.C_out(); ++co)
-    for (int64_t k = 0; k < taps; ++k)
-      to[channels_last ? k * width + co : co * taps + k] =
-          load<false>(static_cast<const T*>(from.data) + co * from.filter + k * from.tap, 1)[0];
+  for (int64_t co = 0; co < filters; ++co)
+    for (int64_t k = 0; k < taps; ++k) {
+      const Sum<T> value = load<false>(static_cast<const T*>(from.data) + co * from.filter + k * from.tap, 1)[0];
+      if (job.channels_last)
+        for (int64_t pixel = 0; pixel < job.merged_pixels; ++pixel) to[k * width + pixel * filters + co] = value;
+      else
+        to[co * taps + k] = value;
+    }
 }
 
 }  // namespace
@@ -116,12 +120,12 @@ void copy(const Operand& to, const Operand& from, const Extent& extent, Dtype dt
   }
 }
 
-void convert(const Geometry& g, Dtype dtype, bool channels_last, const Filters& from, int64_t taps, void* to) {
+void convert(const Geometry& g, Dtype dtype, const Job& job, const Filters& from, int64_t taps, void* to) {
   switch (dtype) {
-    case Dtype::float32: return convert_all<float>(g, channels_last, from, taps, static_cast<float*>(to));
-    case Dtype::float64: return convert_all<double>(g, channels_last, from, taps, static_cast<double*>(to));
-    case Dtype::float16: return convert_all<Float16>(g, channels_last, from, taps, static_cast<float*>(to));
-    default: return convert_all<BFloat16>(g, channels_last, from, taps, static_cast<float*>(to));
+    case Dtype::float32: return convert_all<float>(g, job, from, taps, static_cast<float*>(to));
+    case Dtype::float64: return convert_all<double>(g, job, from, taps, static_cast<double*>(to));
+    case Dtype::float16: return convert_all<Float16>(g, job, from, taps, static_cast<float*>(to));
+    default: return convert_all<BFloat16>(g, job, from, taps, static_cast<float*>(to));
   }
 }
 

@@ -43,8 +43,17 @@ Operand dense_copy(const Operand& from, const Extent& extent, Dtype dtype, bool 
 Operand dense(void* data, const Extent& extent, bool channels_last);
 void copy(const Operand& to, const Operand& from, const Extent& extent, Dtype dtype);
 
-// Weights as float or double, in the order that the family reads (kernels.h); without data, zeros.
-void convert(const Geometry& geometry, Dtype dtype, bool channels_last, const Filters& from, int64_t taps, void* to);
+// How many pixels of these channels make a run of whole vectors that is worth a loop.
+inline int64_t pixels_to_merge(int64_t channels, int64_t width) {
+  if (channels >= 64 || channels % most_lanes == 0) return 1;
+  int64_t merged = 1;
+  while (merged < 16 && (merged * channels < 32 || merged * channels % most_lanes != 0)) ++merged;
+  return std::max<int64_t>(std::min(merged, width), 1);
+}
+
+// Weights as float or double, in the order that the family reads (kernels.h), channels_last ones `merged` times over
+// in rows of padded_channels; without data, zeros.
+void convert(const Geometry& geometry, Dtype dtype, const Job& job, const Filters& from, int64_t taps, void* to);
 // out[co] or weight[co, k] from double.
 void store_value(void* to, Dtype dtype, int64_t index, double value);
 

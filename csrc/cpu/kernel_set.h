@@ -286,15 +286,16 @@ void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, ch
   const Strides in = job.input.stride, out = job.output.stride;
   const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, static_cast<const Sum<T>*>(job.weight),
                          job.padded_channels, static_cast<const Sum<T>*>(job.bias), job.dilation * out.h, 0, 0, most_rows};
-  // As many channels as lanes, without gaps: a row is one run of vectors that all use the same weights.
-  const bool one_vector = job.C == lanes_of<T> && in.w == job.C && out.w == job.C;
+  const int64_t merged = job.merged_pixels, groups = job.W / merged, rest = job.W % merged, past = groups * merged;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = task % job.row_chunks, n = task / job.row_chunks;
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H_out, row_begin + job.row_chunk);
     const T* input = static_cast<const T*>(job.input.data) + n * in.n;
     T* output = static_cast<T*>(job.output.data) + n * out.n;
-    if (one_vector) forward_tiles<true>(job, c, input, output, row_begin, row_end, job.W * job.C, 1, 0, 0);
-    else forward_tiles<false>(job, c, input, output, row_begin, row_end, job.C, job.W, in.w, out.w);
+    forward_tiles<false>(job, c, input, output, row_begin, row_end, merged * job.C, groups, merged * in.w,
+                         merged * out.w);
+    if (rest)
+      forward_tiles<false>(job, c, input + past * in.w, output + past * out.w, row_begin, row_end, rest * job.C, 1, 0, 0);
   }
 }
 
@@ -331,8 +332,9 @@ enum class Wanted { both, input, weight };
 
 // flat: the rows of the tile are neighbouring vectors of one run, `input_step` apart, and taps lie output_step apart.
 template <int rows, Wanted wanted, bool flat, bool full, typename T>
-DEPTHCONV_INLINE void backpropagate(const Backpropagation<T>& b, const T* input, const T* grad_output,
+DEPTHCONV_INLINE void backpropagate(const Backpropagation<T>& shared, const T* input, const T* grad_output,
                                     const Sum<T>* weight, Sum<T>* sum, T* grad_input, int lanes) {
+  const Backpropagation<T> b = shared;  // a copy that no store can alias
   constexpr bool weight_wanted = wanted != Wanted::input, input_wanted = wanted != Wanted::weight;
   Vec<T> x[rows], dx[rows];
   DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
@@ -472,14 +474,14 @@ DEPTHCONV_INLINE void add_run(const T* from, int64_t n, Sum<T>* sum) {
 }
 
 // Input rows [row_begin, row_end) in tiles. A row is `groups` runs of n elements (input_group, output_group, grad_group
-// apart). all_grad_output: its rows in the same way, all columns, for grad_bias, whose sums lie at bias_sum; null where
-// it is not wanted.
+// apart). all_grad_output: its rows in the same way, all columns, for grad_bias, whose sums lie at bias_sum.
 template <typename T>
 struct Rows {
   Backpropagation<T> b;
   Place<T> place;
   Wanted wanted;
   bool nothing;  // but grad_bias is wanted
+  bool bias;
   int64_t n, groups, input_group, output_group, grad_group;
   const T* all_grad_output;
   int64_t all_n, all_groups;
@@ -488,7 +490,7 @@ struct Rows {
 
 template <bool shared, typename T>
 void sum_bias(const BackwardJob& job, const Rows<T>& rows, int64_t row_begin, int64_t row_end, Sums<T>& sums) {
-  if (!rows.all_grad_output) return;
+  if (!rows.bias) return;
   const int64_t piece = shared ? flush_after * lanes_of<T> : rows.all_n;
   for (int64_t o = row_begin * job.H_out / job.H; o < row_end * job.H_out / job.H; ++o)
     for (int64_t group = 0; group < rows.all_groups; ++group)
@@ -539,14 +541,16 @@ void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, in
         }
         place.input += i * job.input.stride.h;
         place.grad_input += i * job.grad_input.stride.h;
-        const int64_t piece = shared ? flush_after / most_rows * step : rows.n;
+        // With one output row no two rows add to the same sum.
+        const int terms = single ? 1 : count;
+        const int64_t piece = shared ? flush_after / (single ? 1 : most_rows) * step : rows.n;
         for (int64_t group = 0; group < rows.groups; ++group) {
           for (int64_t at = 0; at < rows.n; at += piece) {
             const int64_t n = least(piece, rows.n - at);
             backpropagate_rows<shared>(count, rows.wanted, b,
                                        Place<T>{place.input + at, place.grad_output + at, place.weight, place.sum,
                                                 place.grad_input + at}, n);
-            sums.add(shared ? count * ceil_of(n, step) : count);
+            sums.add(shared ? terms * ceil_of(n, step) : terms);
           }
           place.input += rows.input_group;
           place.grad_output += rows.output_group;
@@ -638,8 +642,8 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
         for (int64_t column = 0; column < greatest(job.W, 1); column += block) {
           rows.place = {plane.input + column, plane.grad_output + column, taps, sum + at, plane.grad_input + column};
           rows.n = least(block, job.W - column);
-          rows.all_grad_output = job.want_bias && column == 0
-                                     ? static_cast<const T*>(job.all_grad_output) + n * out.n + c * m * out.c : nullptr;
+          rows.bias = job.want_bias && column == 0;
+          rows.all_grad_output = static_cast<const T*>(job.all_grad_output) + n * out.n + c * m * out.c;
           const Inner inner = together ? inner_rows(row_begin, row_end, whole.begin, whole.end) : Inner{row_end, row_end};
           backward_tiles<true>(job, rows, row_begin, inner.begin, sums);
           if (together) backward_together(job, rows, inner.begin, inner.end, sums);
@@ -662,16 +666,14 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
 template <typename T>
 void backward_channels_last(const BackwardJob& job, int64_t begin, int64_t end, char* scratch) {
   const Strides in = job.input.stride, out = job.grad_output.stride, grad = job.grad_input.stride;
-  // As many channels as lanes, without gaps: a row is one run of vectors that share weights and sums.
-  const bool one_vector = job.C == lanes_of<T> && out.w == job.C && (!job.want_weight || in.w == job.C) &&
-                          (!job.grad_input.data || grad.w == job.C);
+  const int64_t merged = job.merged_pixels, past = job.W / merged * merged, all_past = job.W_out / merged * merged;
   const int64_t K = job.K, width = job.channel_chunk;  // of one tap's sums: the channels of a task, padded
   Sum<T>* sum = reinterpret_cast<Sum<T>*>(scratch);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = remainder(task, job.row_chunks), groups = quotient(task, job.row_chunks);
     const int64_t group = remainder(groups, job.channel_chunks), batch = quotient(groups, job.channel_chunks);
     const int64_t row_begin = part * job.row_chunk, row_end = least(job.H, row_begin + job.row_chunk);
-    const int64_t c_begin = group * job.channel_chunk, channels = least(job.C - c_begin, job.channel_chunk);
+    const int64_t c_begin = group * job.channel_chunk, channels = least(job.C * merged - c_begin, width);
     const int64_t n_begin = batch * job.batch_chunk, n_end = least(job.N, n_begin + job.batch_chunk);
     double* total = job.partial ? job.partial + (batch * job.row_chunks + part) * job.partial_size + c_begin : nullptr;
     for (int64_t k = 0; k <= K; ++k) {
@@ -687,26 +689,30 @@ void backward_channels_last(const BackwardJob& job, int64_t begin, int64_t end, 
     rows.b.filters = 1;
     rows.wanted = wanted_of<T>(job);
     rows.nothing = !job.grad_input.data && !job.want_weight;
-    rows.n = rows.all_n = channels;
-    rows.groups = job.W;
-    rows.all_groups = job.W_out;
-    if (one_vector) {
-      rows.n *= rows.groups;
-      rows.all_n *= rows.all_groups;
-      rows.groups = rows.all_groups = 1;
-    }
-    rows.input_group = in.w;
-    rows.output_group = out.w;
-    rows.grad_group = grad.w;
+    rows.input_group = merged * in.w;
+    rows.output_group = merged * out.w;
+    rows.grad_group = merged * grad.w;
     rows.bias_sum = sum + K * width;
     for (int64_t n = n_begin; n < n_end; ++n) {
       rows.place = {static_cast<const T*>(job.input.data) + n * in.n + c_begin,
                     static_cast<const T*>(job.grad_output.data) + n * out.n + c_begin,
                     static_cast<const Sum<T>*>(job.weight) + c_begin, sum,
                     static_cast<T*>(job.grad_input.data) + n * grad.n + c_begin};
-      rows.all_grad_output = job.want_bias ? static_cast<const T*>(job.all_grad_output) + n * out.n + c_begin : nullptr;
-      if (one_vector) backward_tiles<true>(job, rows, row_begin, row_end, sums);
-      else backward_tiles<false>(job, rows, row_begin, row_end, sums);
+      rows.bias = job.want_bias;
+      rows.all_grad_output = static_cast<const T*>(job.all_grad_output) + n * out.n + c_begin;
+      rows.n = rows.all_n = channels;
+      rows.groups = past / merged;
+      rows.all_groups = all_past / merged;
+      backward_tiles<false>(job, rows, row_begin, row_end, sums);
+      if (past == job.W && all_past == job.W_out) continue;
+      rows.place.input += past * in.w;  // pixels that are left over: one shorter run
+      rows.place.grad_output += past * out.w;
+      rows.place.grad_input += past * grad.w;
+      rows.all_grad_output += all_past * out.w;
+      rows.n = (job.W - past) * job.C;
+      rows.all_n = (job.W_out - all_past) * job.C;
+      rows.groups = rows.all_groups = 1;
+      backward_tiles<false>(job, rows, row_begin, row_end, sums);
     }
     sums.flush();
   }

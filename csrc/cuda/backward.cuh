@@ -28,6 +28,15 @@ struct BackwardParameters {
   bool with_bias;
 };
 
+// Adds a term to a running sum and keeps what rounding lost (Kahan).
+template <typename A>
+__device__ __forceinline__ void compensated_add(A& sum, A& lost, A term) {
+  const A y = term - lost, before = sum, after = before + y;
+  // An infinite sum must stay infinite: its compensation would be NaN.
+  lost = isfinite(after) ? (after - before) - y : A(0);
+  sum = after;
+}
+
 // Running sums of one thread in shared memory: value and compensation of every tap, threads side by side.
 template <typename A>
 struct TapSums {
@@ -39,12 +48,7 @@ struct TapSums {
   __device__ __forceinline__ void clear(int slots) {
     for (int slot = 0; slot < slots; ++slot) sum(slot) = lost(slot) = A(0);
   }
-  __device__ __forceinline__ void add(int slot, A term) {
-    const A y = term - lost(slot), before = sum(slot), after = before + y;
-    // An infinite sum must stay infinite: its compensation would be NaN.
-    lost(slot) = isfinite(after) ? (after - before) - y : A(0);
-    sum(slot) = after;
-  }
+  __device__ __forceinline__ void add(int slot, A term) { compensated_add(sum(slot), lost(slot), term); }
   __device__ __forceinline__ double total(int slot, int thread) const {
     return static_cast<double>(value[(2 * slot) * threads + thread]) -
            static_cast<double>(value[(2 * slot + 1) * threads + thread]);

@@ -44,4 +44,12 @@ inline const char* launch_error() {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// More than 48 KB of shared memory a block must be asked for.
+inline const char* allow_shared(const void* kernel, unsigned bytes) {
+  if (bytes <= 48 * 1024) return nullptr;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
 }  // namespace depthconv::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward.cuh"
+#include "flat.cuh"
 #include "launch_forward.cuh"
 #include "march_backward.cuh"
 #include "plain.cuh"
@@ -76,12 +77,38 @@ BackwardKernel pick_march(const ReductionPlan& plan) {
   }
 }
 
-// More than 48 KB of shared memory a block must be asked for.
-inline const char* allow_shared(BackwardKernel kernel, unsigned bytes) {
-  if (bytes <= 48 * 1024) return nullptr;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+template <typename T>
+const char* launch_flat(const BackwardArguments& a, const FlatPlan& plan, bool with_bias, double* workspace,
+                        cudaStream_t stream) {
+  if constexpr (sizeof(T) == 8)
+    return "depthconv: the plan names a kernel that was not compiled";
+  else
+    return launch_flat_backward<T>(a, plan, with_bias, workspace, stream);
+}
+
+// The one-pass kernels that own tiles of a channel: marching, or a tile of registers.
+template <typename T>
+const char* launch_one_pass(const BackwardArguments& a, const ReductionPlan& r, bool with_bias, double* workspace,
+                            cudaStream_t stream) {
+  constexpr int vector = 16 / sizeof(T);
+  BackwardParameters p = common_parameters(a, r, workspace);
+  p.channels = static_cast<int>(a.geometry.C);
+  p.width = FastDivisor(a.geometry.W);
+  p.with_bias = with_bias;
+  unsigned shared = shared_bytes_for<T>(r.tap_chunk);
+  BackwardKernel kernel = nullptr;
+  if (r.march) {
+    kernel = pick_march<T>(r);
+    shared = march_shared_bytes(sizeof(T), r.vector_width, r.taps);
+    if (const char* error = allow_shared(reinterpret_cast<const void*>(kernel), shared)) return error;
+  } else if (r.channels_last) {
+    kernel = pick_one_pass<T, 1, true>(r.taps);
+  } else {
+    kernel = r.vector_width == 1 ? pick_one_pass<T, 1, false>(r.taps) : pick_one_pass<T, vector, false>(r.taps);
+  }
+  if (!kernel) return "depthconv: the plan names a kernel that was not compiled";
+  kernel<<<static_cast<unsigned>(r.channel_groups * r.splits), r.threads, shared, stream>>>(p);
+  return launch_error();
 }
 
 // Follows the plan. `workspace` has plan.workspace doubles. Returns null or the error's text.
@@ -133,25 +160,10 @@ const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan
   }
   if (plan.one_pass) {
     const ReductionPlan& r = plan.one_pass_plan;
-    BackwardParameters p = common_parameters(a, r, workspace);
-    p.channels = static_cast<int>(g.C);
-    p.width = FastDivisor(g.W);
-    p.with_bias = plan.bias_in_one_pass;
-    unsigned shared = shared_bytes_for<T>(r.tap_chunk);
-    BackwardKernel kernel = nullptr;
-    if (r.march) {
-      kernel = pick_march<T>(r);
-      shared = march_shared_bytes(sizeof(T), r.vector_width, r.taps);
-      if (const char* error = allow_shared(kernel, shared)) return error;
-    } else {
-      kernel = r.channels_last         ? pick_one_pass<T, 1, true>(r.taps)
-                                  : r.vector_width == 1 ? pick_one_pass<T, 1, false>(r.taps)
-                                                        : pick_one_pass<T, vector, false>(r.taps);
-    }
-    if (!kernel) return "depthconv: the plan names a kernel that was not compiled";
-    kernel<<<static_cast<unsigned>(r.channel_groups * r.splits), r.threads, shared, stream>>>(p);
-    if (const char* error = launch_error()) return error;
-    if (const char* error = launch_reduce<T>(a, workspace, r.splits, true, plan.bias_in_one_pass, stream)) return error;
+    const char* error = r.flat.use ? launch_flat<T>(a, r.flat, plan.bias_in_one_pass, workspace, stream)
+                                   : launch_one_pass<T>(a, r, plan.bias_in_one_pass, workspace, stream);
+    if (error) return error;
+    if ((error = launch_reduce<T>(a, workspace, r.splits, true, plan.bias_in_one_pass, stream))) return error;
     workspace += g.C * (g.K + 1) * r.splits;
   }
   if (plan.weight) {
