@@ -89,6 +89,7 @@ struct Convolution {
 // Flat kernels: how blocks share the planes. See flat.cuh.
 struct FlatPlan {
   bool use = false;
+  bool joined = false;             // planes follow each other without a gap
   int64_t images = 1, planes = 1;  // planes an image
   int planes_a_block = 1, rows_a_block = 1;
   int64_t plane_groups = 1, row_groups = 1;
@@ -306,6 +307,7 @@ inline FlatPlan flat_slabs(int64_t images, int64_t planes, bool joined, int64_t 
   const int64_t run = ceil_div(planes_a_block * std::max(staged, rows) * width + 2 * word, word) * word;
   if (2 * run * size > most || images >= index_limit || planes >= index_limit) return f;
   f.use = true;
+  f.joined = joined;
   f.images = images;
   f.planes = planes;
   f.planes_a_block = static_cast<int>(planes_a_block);

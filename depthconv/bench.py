@@ -651,7 +651,7 @@ def everything(
     """All that `python -m depthconv` reports, as one dict; parts that were not asked for are left out."""
     from ._reference import check
 
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type == "cuda" and torch.device(device).index is not None:
         torch.cuda.set_device(device)
     result: dict[str, Any] = {"build": build_info(), "machine": machine(device)}
     if "check" in parts:

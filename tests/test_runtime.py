@@ -138,24 +138,23 @@ LONG_SUMS: dict[str, Problem] = {
     "2^20, one output row": Problem((64, 1, 4, 1 << 14), 4),
     "2^20, stride and multiplier": Problem((16, 1, 512, 256), 3, 2, stride=(2, 1), padding=(1, 0)),
     "2^22": Problem((4, 1, 1024, 1024), 3, padding=(1, 0)),
-    "2^22, K 21": Problem((4, 1, 1024, 1024), 21, padding=(10, 0)),
+    "2^20, K 21": Problem((4, 1, 512, 512), 21, padding=(10, 0)),
 }
 
 
 @pytest.mark.parametrize("signs", ["random", "constant"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "row_gap_odd"])
-@pytest.mark.parametrize("name", LONG_SUMS)
-def test_long_sums(name: str, layout: str, dtype: str, signs: str, device: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    "name, dtype",
+    [*((name, "float32") for name in LONG_SUMS), ("2^16", "float64"), ("2^16", "float16"), ("2^16", "bfloat16")],
+)
+def test_long_sums(name: str, dtype: str, layout: str, signs: str, device: str, seed: int) -> None:
     """dw and db over up to 2^22 terms, within 2e-6 * sqrt(terms) and the rounding of the result itself."""
     problem = replace(LONG_SUMS[name], layout=layout, grad_layout=layout, dtype=dtype, seed=seed)
-    if name.startswith("2^22") and (dtype == "float64" or layout == "row_gap_odd"):
-        problem = replace(problem, size=(1, *problem.size[1:]))
     a = make_arguments(problem, device)
     if signs == "constant":
         a.x, a.dy = a.x.abs(), a.dy.abs()
-    for mask in ((True, True, True), (False, True, True)):
-        check_backward(replace(problem, mask=mask), device, a)
+    check_backward(replace(problem, mask=(signs == "random", True, True)), device, a)
 
 
 def test_poison_shows(device: str) -> None:

@@ -274,9 +274,10 @@ const char* launch_flat_forward(const Convolution& c, const FlatPlan& plan, cuda
   p.bias = c.bias.data;
   p.output = c.output.data;
   p.input_n = c.input.stride.n;
-  p.input_c = c.input.stride.c;
   p.output_n = c.output.stride.n;
-  p.output_c = c.output.stride.c;
+  // Planes that follow each other need not lie a channel stride apart: with C = 1 that stride means nothing.
+  p.input_c = plan.joined ? c.H * c.W : c.input.stride.c;
+  p.output_c = plan.joined ? c.H_out * c.W : c.output.stride.c;
   p.weight_filter = c.weight.filter;
   p.weight_tap = c.weight.tap;
   p.bias_step = c.bias.step;

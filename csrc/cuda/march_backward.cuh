@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
     for (int u = 0; u < depth - 1; ++u) push();
     // grad_bias: a tile owns the grad_output rows that tap 0 reads, the first tile also those before them.
     const int bias_from = !p.with_bias ? steps : at.row < row_step ? 0 : Taps - 1;
-    A ring[Taps][V], grad_weight[Taps], bias = A(0);
+    A ring[Taps][V], grad_weight[Taps], bias = A(0), bias_lost = A(0);
 #pragma unroll
     for (int k = 0; k < Taps; ++k) grad_weight[k] = A(0);
     for (int group = 0; group < steps; group += Taps) {
@@ -95,8 +95,10 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
 #pragma unroll
         for (int v = 0; v < V; ++v) ring[s][v] = widen(dy_pack.value[v]);
         if (u >= bias_from) {
+          A row = ring[s][0];
 #pragma unroll
-          for (int v = 0; v < V; ++v) bias += ring[s][v];
+          for (int v = 1; v < V; ++v) row += ring[s][v];
+          compensated_add(bias, bias_lost, row);
         }
         if (u < Taps - 1) continue;
         A value[V], grad_input[V];
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
     }
 #pragma unroll
     for (int k = 0; k < Taps; ++k) sums.add(k, grad_weight[k]);
-    if (p.with_bias) sums.add(Taps, bias);
+    if (p.with_bias) sums.add(Taps, bias), sums.add(Taps, -bias_lost);
   }
   store_partials<A, false>(p, sums, channel, split, 0, Taps, p.with_bias);
 }
