@@ -411,7 +411,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Time each problem in each direction; `watch` wraps the list of lines (a progress bar). A dict a line."""
     device = torch.device(device)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     clock = clock_for(device)
     problems = load_shapes() if shapes is None else list(shapes)

@@ -60,7 +60,8 @@ void forward(const ForwardArguments& arguments) {
     output_copy.reset(new char[out.N * out.C * out.H * out.W * element_size(dtype)]);
     job.output = dense(output_copy.get(), out, false);
   }
-  job.flat = job.stride == 1 && (job.input.stride.h == job.W || g.H == 1) && (job.output.stride.h == job.W || g.H_out == 1);
+  job.flat = job.stride == 1 && (job.input.stride.h == job.W || g.H == 1) &&
+             (job.output.stride.h == job.W || g.H_out == 1);
 
   const int64_t filters = g.C_out();
   if (job.channels_last && job.input.stride.w == g.C && job.output.stride.w == g.C)

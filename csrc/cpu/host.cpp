@@ -52,13 +52,16 @@ void copy_units(const Operand& to, const Operand& from, const Extent& extent) {
       const int64_t k_begin = task % c_blocks * c_block, k_end = std::min(c.size, k_begin + c_block);
       Unit* out = static_cast<Unit*>(to.data) + i * a.to + j * b.to;
       const Unit* in = static_cast<const Unit*>(from.data) + i * a.from + j * b.from;
-      for (int64_t l_begin = 0; l_begin < d.size; l_begin += d_block)
-        if (const int64_t l_end = std::min(d.size, l_begin + d_block); c.from == 1 && d.to == 1 && k_end - k_begin == c_block)
+      for (int64_t l_begin = 0; l_begin < d.size; l_begin += d_block) {
+        const int64_t l_end = std::min(d.size, l_begin + d_block);
+        if (c.from == 1 && d.to == 1 && k_end - k_begin == c_block) {  // a transpose: constants for the compiler
           for (int64_t l = l_begin; l < l_end; ++l)
             for (int64_t k = 0; k < c_block; ++k) out[(k_begin + k) * c.to + l] = in[k_begin + k + l * d.from];
-        else
-          for (int64_t k = k_begin; k < k_end; ++k)
-            for (int64_t l = l_begin; l < l_end; ++l) out[k * c.to + l * d.to] = in[k * c.from + l * d.from];
+          continue;
+        }
+        for (int64_t k = k_begin; k < k_end; ++k)
+          for (int64_t l = l_begin; l < l_end; ++l) out[k * c.to + l * d.to] = in[k * c.from + l * d.from];
+      }
     }
   });
 }

@@ -2,16 +2,16 @@
 //
 // Two families share their inner loops. In *rows* the lanes of a vector are neighbouring columns and a tap's weight is
 // splat over them; in *channels_last* the lanes are neighbouring channels. What a thread does at a time is a tile:
-//   forward    up to four output rows by two vectors in registers. An input row is loaded once (from L1 or L2 after its
-//              first use) for all rows of the tile. Rows that no tile shares (a stride along the height) and *flat* runs
-//              (narrow planes without gaps, seen as one long row) take up to eight vectors of one row instead.
-//   backward   up to four rows of input and grad_input in registers, through which the rows of grad_output move: each is
-//              loaded once a tile for grad_input += weight * grad_output and sum[tap] += input * grad_output, and a
-//              tap's sum is loaded and stored once for all rows of the tile.
+//   forward    up to four output rows by two vectors in registers. An input row is loaded once (from L1 or L2 after
+//              its first use) for all rows of the tile. Rows that share no input (a stride along the height) and flat
+//              runs (narrow planes without gaps, seen as one long row) take up to eight vectors of one row instead.
+//   backward   up to four rows of input and grad_input in registers, through which the rows of grad_output move: each
+//              is loaded once a tile for grad_input += weight * grad_output and sum[tap] += input * grad_output, and
+//              a tap's sum is loaded and stored once for all rows of the tile.
 // Taps outside the input are left out, never multiplied by zero. Rows of a tile lie `dilation` apart, so that their
 // windows overlap.
 //
-// Sums for grad_weight and grad_bias: a lane adds at most about 2 * flush_after terms in float before they join a double.
+// Sums for grad_weight and grad_bias: a lane adds at most about 2 * flush_after terms in float, which then join a double.
 
 constexpr int64_t flush_after = 64;
 constexpr int most_rows = 4;
@@ -285,7 +285,8 @@ template <typename T>
 void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, char*) {
   const Strides in = job.input.stride, out = job.output.stride;
   const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, static_cast<const Sum<T>*>(job.weight),
-                         job.padded_channels, static_cast<const Sum<T>*>(job.bias), job.dilation * out.h, 0, 0, most_rows};
+                         job.padded_channels, static_cast<const Sum<T>*>(job.bias), job.dilation * out.h, 0, 0,
+                         most_rows};
   const int64_t merged = job.merged_pixels, groups = job.W / merged, rest = job.W % merged, past = groups * merged;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = task % job.row_chunks, n = task / job.row_chunks;
@@ -295,7 +296,8 @@ void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, ch
     forward_tiles<false>(job, c, input, output, row_begin, row_end, merged * job.C, groups, merged * in.w,
                          merged * out.w);
     if (rest)
-      forward_tiles<false>(job, c, input + past * in.w, output + past * out.w, row_begin, row_end, rest * job.C, 1, 0, 0);
+      forward_tiles<false>(job, c, input + past * in.w, output + past * out.w, row_begin, row_end, rest * job.C, 1, 0,
+                           0);
   }
 }
 
@@ -413,7 +415,8 @@ void backpropagate_run(const Backpropagation<T>& b, const Place<T>& p, int64_t n
                                             p.sum + (shared ? 0 : at), p.grad_input + at, step);
   if (flat)
     for (; at + step <= n; at += step)
-      backpropagate<1, wanted, false, true>(b, p.input + at, p.grad_output + at, p.weight, p.sum, p.grad_input + at, step);
+      backpropagate<1, wanted, false, true>(b, p.input + at, p.grad_output + at, p.weight, p.sum, p.grad_input + at,
+                                            step);
   if (at < n)
     backpropagate<flat ? 1 : rows, wanted, false, false>(b, p.input + at, p.grad_output + at,
                                                          p.weight + (shared ? 0 : at), p.sum + (shared ? 0 : at),
@@ -597,13 +600,15 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
   constexpr int lanes = lanes_of<T>;
   const Strides in = job.input.stride, out = job.grad_output.stride, grad = job.grad_input.stride;
   const int64_t m = job.multiplier, K = job.K, per_channel = m * (K + 1);
-  // Scratch: the taps of a channel's filters, then for every channel and filter K + 1 vectors of sums, in float and again
-  // in double; the last of the K + 1 is for grad_bias.
+  // Scratch: the taps of a channel's filters, then for every channel and filter K + 1 vectors of sums, in float and
+  // again in double; the last of the K + 1 is for grad_bias.
   Sum<T>* taps = reinterpret_cast<Sum<T>*>(scratch);
   Sum<T>* sum = taps + m * K * lanes;
   double* total = reinterpret_cast<double*>(scratch + (m * K + job.channel_chunk * per_channel) * VECTOR_BYTES);
-  const int64_t block = column_block<T>(job);
-  const bool together = runs_together<T>(job);
+  // With one output row all input rows read it, of every filter: so many columns at a time that it stays in L1.
+  const int64_t block = job.H_out > 1 ? column_block<T>(job)
+                                      : greatest((1 << 14) / (static_cast<int64_t>(sizeof(T)) * m) / 64 * 64, 64);
+  const bool together = runs_together<T>(job) && block >= job.W;
   const Inner whole{(K - 1) * job.dilation - job.padding, job.H_out - job.padding};
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = remainder(task, job.row_chunks), groups = quotient(task, job.row_chunks);
@@ -644,7 +649,8 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
           rows.n = least(block, job.W - column);
           rows.bias = job.want_bias && column == 0;
           rows.all_grad_output = static_cast<const T*>(job.all_grad_output) + n * out.n + c * m * out.c;
-          const Inner inner = together ? inner_rows(row_begin, row_end, whole.begin, whole.end) : Inner{row_end, row_end};
+          const Inner inner =
+              together ? inner_rows(row_begin, row_end, whole.begin, whole.end) : Inner{row_end, row_end};
           backward_tiles<true>(job, rows, row_begin, inner.begin, sums);
           if (together) backward_together(job, rows, inner.begin, inner.end, sums);
           backward_tiles<true>(job, rows, inner.end, row_end, sums);

@@ -34,8 +34,8 @@ struct Job {
   bool flat = false;              // rows follow each other without a gap on both sides: neighbours merge
   int64_t batch_chunk = 1, channel_chunk = 1, row_chunk = 1;     // sizes of one task
   int64_t batch_chunks = 1, channel_chunks = 1, row_chunks = 1;  // their number
-  // channels_last without gaps between pixels: so many of them make one run of merged_pixels * C channels, whose weights
-  // and sums are repeated alike, so that few channels fill vectors too.
+  // channels_last without gaps between pixels: so many of them make one run of merged_pixels * C channels, whose
+  // weights and sums are repeated alike, so that few channels fill vectors too.
   int64_t merged_pixels = 1;
   int64_t padded_channels = 0;  // merged_pixels * C rounded up to most_lanes
   int64_t tasks() const { return batch_chunks * channel_chunks * row_chunks; }

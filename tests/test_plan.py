@@ -1,0 +1,118 @@
+"""The plan: which kernel a problem gets. A pure function, so it is pinned here without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import depthconv
+from depthconv import _C
+
+SHAPES = json.loads((Path(depthconv.__file__).parent / "shapes.json").read_text())
+
+# Per line of the default grid, float32 on 132 multiprocessors: forward kernel and elements a load, backward kernels.
+PINNED = [
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("flat", 4, ["one_pass_flat", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("rows", 1, ["one_pass_march", "reduce"]),
+    ("rows", 1, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("march", 4, ["one_pass_march", "reduce"]),
+    ("march", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("flat", 4, ["one_pass_march", "reduce"]),
+    ("march", 4, ["one_pass_march", "reduce"]),
+    ("flat", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("rows", 1, ["strided_input_gradient", "weight_gradient", "reduce"]),
+    ("flat", 4, ["one_pass_flat", "reduce"]),
+    ("rows", 1, ["rows", "weight_gradient", "reduce"]),
+    ("rows", 4, ["rows", "weight_gradient", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("flat", 4, ["one_pass_march", "reduce"]),
+    ("rows", 1, ["strided_input_gradient", "weight_gradient", "reduce"]),
+    ("flat", 4, ["one_pass", "reduce"]),
+    ("flat", 4, ["one_pass_flat", "reduce"]),
+    ("flat", 4, ["one_pass_flat", "reduce"]),
+]
+
+
+def contiguous(size: list[int]) -> list[int]:
+    stride = [1]
+    for extent in reversed(size[1:]):
+        stride.insert(0, stride[0] * extent)
+    return stride
+
+
+def plan(direction: str, x: list[int], k: int, **options: Any) -> dict[str, Any]:
+    multiplier = options.pop("multiplier", 1)
+    weight = [x[-3] * multiplier, 1, k, 1]
+    options.setdefault("dtype", "float32")
+    options.setdefault("input_stride", contiguous(x))
+    options.setdefault("input_offset_bytes", 0)
+    return _C.plan(
+        direction=direction, device="cuda", input_size=x, weight_size=weight, weight_stride=contiguous(weight), **options
+    )
+
+
+@pytest.mark.parametrize("line, pinned", list(zip(SHAPES, PINNED, strict=True)), ids=[line["from"] for line in SHAPES])
+def test_grid(line: dict[str, Any], pinned: tuple[str, int, list[str]]) -> None:
+    n, c, h, w = line["x"]
+    stride = [line.get("slice_of", c) * h * w, h * w, w, 1]
+    options = {key: line[key] for key in ("stride", "padding", "dilation", "multiplier") if key in line}
+    forward = plan("forward", line["x"], line["k"], input_stride=stride, **options)
+    backward = plan("backward", line["x"], line["k"], input_stride=stride, output_mask=[True, True, False], **options)
+    assert (forward["kernel"], forward["vector_width"], [k["kernel"] for k in backward["kernels"]]) == pinned
+    assert forward["reason"] and all(kernel["reason"] for kernel in backward["kernels"])
+
+
+@pytest.mark.parametrize("dtype, width", [("float32", 4), ("float64", 2), ("float16", 8), ("bfloat16", 8)])
+def test_vectors_need_alignment(dtype: str, width: int) -> None:
+    x, size = [2, 4, 8, 64], {"float32": 4, "float64": 8}.get(dtype, 2)
+    aligned = dict(padding=[1, 0], dtype=dtype)
+    assert plan("forward", x, 3, **aligned)["vector_width"] == width
+    assert plan("forward", x, 3, **aligned, input_offset_bytes=size, input_stride=[4096, 1024, 128, 1])["vector_width"] == 1
+    gap = [4 * 8 * 65, 8 * 65, 65, 1]
+    assert plan("forward", x, 3, **aligned, input_stride=gap)["vector_width"] == 1
+    assert plan("forward", x, 3, padding=[1, 1], dtype=dtype)["vector_width"] == 1
+    assert plan("forward", x, 3, stride=[1, 2], dtype=dtype)["vector_width"] == 1
+
+
+def test_channels_last() -> None:
+    x = [2, 64, 16, 16]
+    stride = [64 * 256, 1, 64 * 16, 64]
+    assert plan("forward", x, 7, padding=[3, 0], input_stride=stride)["kernel"] == "march_channels_last"
+    assert plan("forward", x, 8, padding=[3, 0], input_stride=stride)["kernel"] == "channels_last"
+    kernels = plan("backward", x, 7, padding=[3, 0], input_stride=stride)["kernels"]
+    assert [k["kernel"] for k in kernels] == ["one_pass_channels_last", "reduce"]
+
+
+def test_masks() -> None:
+    x, padding = [8, 8, 64, 64], [1, 0]
+    names = {
+        (True, False, False): ["rows"],
+        (False, True, False): ["weight_gradient", "reduce"],
+        (False, False, True): ["weight_gradient", "reduce"],
+        (True, True, True): ["one_pass_march", "reduce"],
+    }
+    for mask, expected in names.items():
+        kernels = plan("backward", x, 3, padding=padding, output_mask=list(mask))["kernels"]
+        assert [k["kernel"] for k in kernels] == expected
+
+
+def test_beyond_32_bits() -> None:
+    assert plan("forward", [1, 1, 2**31, 1], 3)["kernel"] == "plain"
+    assert [k["kernel"] for k in plan("backward", [1, 1, 2**31, 1], 3)["kernels"]] == ["plain"]
+
+
+def test_workspace_does_not_grow_with_the_batch() -> None:
+    small, large = (plan("backward", [n, 8, 512, 512], 3, padding=[1, 0])["workspace_bytes"] for n in (64, 4096))
+    assert 0 < large <= 2 * small
