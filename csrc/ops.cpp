@@ -232,6 +232,20 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   return {grad_input, grad_weight, grad_bias};
 }
 
+// The underscored operators take their integers one by one: a list costs an allocation on each side of the boundary.
+Tensor plain_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, int64_t stride_h,
+                     int64_t stride_w, int64_t padding_h, int64_t padding_w, int64_t dilation_h, int64_t dilation_w) {
+  return forward(input, weight, bias, {stride_h, stride_w}, {padding_h, padding_w}, {dilation_h, dilation_w});
+}
+
+std::tuple<Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                                                  int64_t stride_h, int64_t stride_w, int64_t padding_h,
+                                                  int64_t padding_w, int64_t dilation_h, int64_t dilation_w,
+                                                  bool of_input, bool of_weight, bool of_bias) {
+  return backward(grad_output, input, weight, {stride_h, stride_w}, {padding_h, padding_w}, {dilation_h, dilation_w},
+                  {of_input, of_weight, of_bias});
+}
+
 // Whatever is not a dense CPU or CUDA tensor ends here: the view names the argument that is at fault.
 [[noreturn]] void reject(const View& input) {
   fail("depthconv: input must be a dense tensor on a CPU or CUDA device, but got ", device_text(input));
@@ -284,13 +298,20 @@ std::tuple<Tensor, Tensor, Tensor> missing_backward(const Tensor&, const Tensor&
   "(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, " \
   "bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
 
+#define DEPTHCONV_PLAIN_FORWARD_SCHEMA                                                                            \
+  "(Tensor input, Tensor weight, Tensor? bias, int stride_h, int stride_w, int padding_h, int padding_w, "       \
+  "int dilation_h, int dilation_w) -> Tensor"
+#define DEPTHCONV_PLAIN_BACKWARD_SCHEMA                                                                           \
+  "(Tensor grad_output, Tensor input, Tensor weight, int stride_h, int stride_w, int padding_h, int padding_w, " \
+  "int dilation_h, int dilation_w, bool of_input, bool of_weight, bool of_bias) -> (Tensor, Tensor, Tensor)"
+
 // forward and backward are the public operators, which Python gives autograd, fake kernels and autocast. The underscored
 // twins never get any: they are what an eager call runs when it needs none of that, at a fraction of the host time.
 STABLE_TORCH_LIBRARY(depthconv, m) {
   m.def("forward" DEPTHCONV_FORWARD_SCHEMA);
   m.def("backward" DEPTHCONV_BACKWARD_SCHEMA);
-  m.def("_forward" DEPTHCONV_FORWARD_SCHEMA);
-  m.def("_backward" DEPTHCONV_BACKWARD_SCHEMA);
+  m.def("_forward" DEPTHCONV_PLAIN_FORWARD_SCHEMA);
+  m.def("_backward" DEPTHCONV_PLAIN_BACKWARD_SCHEMA);
   m.def("_cpu_instruction_set() -> str");
 }
 
@@ -298,17 +319,22 @@ STABLE_TORCH_LIBRARY_IMPL(depthconv, CompositeExplicitAutograd, m) {
   m.impl("_cpu_instruction_set", TORCH_BOX(&depthconv::cpu_instruction_set));
 }
 
-#define DEPTHCONV_IMPLEMENT(key, forward_kernel, backward_kernel)  \
-  STABLE_TORCH_LIBRARY_IMPL(depthconv, key, m) {                   \
-    m.impl("forward", TORCH_BOX(&depthconv::forward_kernel));      \
-    m.impl("_forward", TORCH_BOX(&depthconv::forward_kernel));     \
-    m.impl("backward", TORCH_BOX(&depthconv::backward_kernel));    \
-    m.impl("_backward", TORCH_BOX(&depthconv::backward_kernel));   \
+#define DEPTHCONV_IMPLEMENT(key, forward_kernel, backward_kernel) \
+  STABLE_TORCH_LIBRARY_IMPL(depthconv, key, m) {                  \
+    m.impl("forward", TORCH_BOX(&depthconv::forward_kernel));     \
+    m.impl("backward", TORCH_BOX(&depthconv::backward_kernel));   \
+  }
+#define DEPTHCONV_IMPLEMENT_PLAIN(key)                            \
+  STABLE_TORCH_LIBRARY_IMPL(depthconv, key, m) {                  \
+    m.impl("_forward", TORCH_BOX(&depthconv::plain_forward));     \
+    m.impl("_backward", TORCH_BOX(&depthconv::plain_backward));   \
   }
 
 DEPTHCONV_IMPLEMENT(CPU, forward, backward)
+DEPTHCONV_IMPLEMENT_PLAIN(CPU)
 #ifdef DEPTHCONV_WITH_CUDA
 DEPTHCONV_IMPLEMENT(CUDA, forward, backward)
+DEPTHCONV_IMPLEMENT_PLAIN(CUDA)
 #else
 DEPTHCONV_IMPLEMENT(CUDA, missing_forward, missing_backward)
 #endif

@@ -268,7 +268,8 @@ inline bool flat_taps(int64_t K) {
 }
 constexpr int flat_rows = 7;  // a thread; odd, and a divisor of the planes that networks end in: 56, 28, 14, 7
 constexpr int flat_threads = 256;
-constexpr int flat_backward_most = 7;  // taps: more, and a thread's sums leave it too few registers
+// Taps of the flat backward: with more, a thread's sums leave it too few registers for four blocks a multiprocessor.
+constexpr int flat_backward_most(int size) { return size == 4 ? 6 : 5; }
 constexpr int flat_plane = 2048;       // elements of a plane that is worth staging
 
 // Rows without a gap: the plane is one run of memory.
@@ -336,7 +337,7 @@ inline FlatPlan plan_flat_forward(const Convolution& c, int multiprocessors) {
 
 inline FlatPlan plan_flat_backward(const BackwardArguments& a, int multiprocessors) {
   const Geometry& g = a.geometry;
-  if (g.padding.w != 0 || element_size(a.dtype) == 8 || g.K > flat_backward_most || !flat_taps(g.K) ||
+  if (g.padding.w != 0 || element_size(a.dtype) == 8 || g.K > flat_backward_most(element_size(a.dtype)) || !flat_taps(g.K) ||
       !is_flat(a.input, g.H, g.W) || !is_flat(a.grad_output, g.H_out, g.W) || !is_flat(a.grad_input, g.H, g.W) ||
       (g.W > 1 && g.H * g.W < flat_plane))
     return {};
@@ -481,6 +482,7 @@ struct BackwardPlan {
 // Rows of x that a thread of one_pass holds beside their gradients.
 constexpr int one_pass_rows(int vector_width) { return vector_width == 8 ? 4 : 8; }
 
+constexpr int gather_rows = 8;  // rows of grad_input a thread of strided_input_gradient
 constexpr int reduction_threads = 128;
 constexpr int shared_bytes = 48 * 1024;
 

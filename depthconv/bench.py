@@ -316,7 +316,7 @@ def calls_for(
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     if direction == "backward":
         geometry = (problem.stride, problem.padding, problem.dilation)
-        calls["operator"] = lambda: torch.ops.depthconv._backward(dy, x, w, *geometry, [True, True, False])
+        calls["operator"] = lambda: torch.ops.depthconv.backward(dy, x, w, *geometry, [True, True, False])
     return calls, failed
 
 

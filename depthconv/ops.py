@@ -7,10 +7,11 @@ tensor subclasses and dispatch modes see. `depthwise_conv2d` on plain tensors in
 Private names of torch used here, all of them also used by torch.library or torch.autograd.function themselves:
 - torch._C._are_functorch_transforms_active, _len_torch_dispatch_stack, _is_torch_function_mode_enabled,
   _get_tracing_state, _is_any_autocast_enabled, torch.autograd.forward_ad._current_level: whether the short way is open;
+- OpOverload._op: the operator's C function, without OpOverload's Python call around it;
 - torch._C._AutoDispatchBelowAutograd, _ExcludeDispatchKeyGuard: a kernel's call of its own operator further down;
-- torch.autograd.function._SingleLevelFunction, torch._functorch.utils.enable_single_level_autograd_function and
-  unwrap_if_dead, torch.autograd.forward_ad._set_fwd_grad_enabled: autograd for one level of torch.func, as ATen's own
-  operators have it.
+- torch.autograd.function._SingleLevelFunction, torch._functorch.utils.enable_single_level_autograd_function,
+  torch._C._functorch.unwrap_if_dead, torch.autograd.forward_ad._set_fwd_grad_enabled: autograd for one level of
+  torch.func, as ATen's own operators have it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import SymInt, Tensor
-from torch._functorch.utils import enable_single_level_autograd_function, unwrap_if_dead
+from torch._C._functorch import unwrap_if_dead
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.compiler import is_dynamo_compiling
@@ -36,8 +38,8 @@ Mask = Sequence[bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 # The package has imported _C before, which loads the operators.
-_forward = torch.ops.depthconv._forward.default
-_backward = torch.ops.depthconv._backward.default
+_forward = torch.ops.depthconv._forward.default._op
+_backward = torch.ops.depthconv._backward.default._op
 _public_forward = torch.ops.depthconv.forward.default
 _public_backward = torch.ops.depthconv.backward.default
 
@@ -95,7 +97,7 @@ def _run_forward(
             return _EagerForward.apply(
                 unwrap_if_dead(input), unwrap_if_dead(weight), bias, stride, padding, dilation
             )
-        return _forward(input, weight, bias, stride, padding, dilation)
+        return _forward(input, weight, bias, *stride, *padding, *dilation)
     except NotImplementedError:  # no kernel for this device: meta has one on the public operator, others a clear error
         return _public_forward(input, weight, bias, stride, padding, dilation)
 
@@ -112,7 +114,7 @@ def _run_backward(
         ) or forward_ad._current_level >= 0:
             tensors = (unwrap_if_dead(grad_output), unwrap_if_dead(input), unwrap_if_dead(weight))
             return _EagerBackward.apply(*tensors, stride, padding, dilation, mask)
-        return _backward(grad_output, input, weight, stride, padding, dilation, mask)
+        return _backward(grad_output, input, weight, *stride, *padding, *dilation, *mask)
     except NotImplementedError:
         return _public_backward(grad_output, input, weight, stride, padding, dilation, mask)
 
@@ -224,7 +226,7 @@ class _EagerForward(_ForwardRules, _SingleLevelFunction):
         if forward_ad._current_level >= 0:
             ctx.set_materialize_grads(False)
             ctx.save_for_forward(input, weight)
-        return _forward(input, weight, bias, stride, padding, dilation)
+        return _forward(input, weight, bias, *stride, *padding, *dilation)
 
 
 class _EagerBackward(_BackwardRules, _SingleLevelFunction):
@@ -245,7 +247,7 @@ class _EagerBackward(_BackwardRules, _SingleLevelFunction):
         ctx.output_mask = output_mask
         if forward_ad._current_level >= 0:
             ctx.save_for_forward(grad_output, input, weight)
-        return _backward(grad_output, input, weight, stride, padding, dilation, output_mask)
+        return _backward(grad_output, input, weight, *stride, *padding, *dilation, *output_mask)
 
 
 @contextlib.contextmanager

@@ -334,15 +334,16 @@ __global__ void __launch_bounds__(reduction_threads, 4) weight_gradient_kernel(c
 // grad_input for a stride above 1: row i gathers grad_output row (i + p - k * d) / s over the taps that divide evenly.
 // Those taps lie s / gcd(s, d) apart and their rows d / gcd(s, d); the first is found once a row.
 //
-// A thread owns V elements of one input row. Bytes: grad_output K / s times from L1 or L2, grad_input written once.
+// A thread owns one column (V elements side by side) of gather_rows input rows. Bytes: grad_output K / s times, mostly from
+// L1, grad_input written once.
 struct GatherParameters {
-  FastDivisor cols, height, channels, stride_h, stride_w, divisor;  // divisor: gcd(stride_h, dilation_h)
+  FastDivisor cols, tiles, channels, stride_h, stride_w, divisor;  // divisor: gcd(stride_h, dilation_h)
   const void *grad_output, *weight;
   void* grad_input;
   Strides grad_output_stride, grad_input_stride;
   int64_t weight_filter, weight_tap;
-  int64_t count;
-  int taps, multiplier, H_out, W_out;
+  unsigned count;
+  int taps, multiplier, H, H_out, W_out;
   int padding_h, padding_w, dilation_h;
   bool channels_last;  // the channel varies fastest over the threads, then the column
 };
@@ -350,55 +351,54 @@ struct GatherParameters {
 template <typename T, int V>
 __global__ void __launch_bounds__(256) strided_input_gradient_kernel(const __grid_constant__ GatherParameters p) {
   using A = accumulate_t<T>;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (index >= p.count) return;
-  unsigned rest = static_cast<unsigned>(index), col, i, channel;
+  unsigned rest = blockIdx.x * blockDim.x + threadIdx.x, col, tile, channel;
+  if (rest >= p.count) return;
   if (p.channels_last) rest = divide(rest, p.channels, channel);
   rest = divide(rest, p.cols, col);
-  rest = divide(rest, p.height, i);
-  unsigned n = rest;
-  if (!p.channels_last) n = divide(rest, p.channels, channel);
+  unsigned n = divide(rest, p.tiles, tile);
+  if (!p.channels_last) n = divide(n, p.channels, channel);
   col *= V;
-  A sum[V];
-#pragma unroll
-  for (int v = 0; v < V; ++v) sum[v] = A(0);
-  unsigned off_w, off_h, off;
+  unsigned off_w, off, step, unused;
   const int wo = static_cast<int>(divide(col + p.padding_w, p.stride_w, off_w));
-  const int reach = static_cast<int>(i) + p.padding_h;
-  const unsigned top = divide(reach, p.stride_h, off_h);
-  divide(off_h, p.divisor, off);
-  if (off_w == 0 && wo < p.W_out && off == 0) {
-    const int stride = p.stride_h.divisor, tap_step = stride / p.divisor.divisor, row_step = p.dilation_h / p.divisor.divisor;
+  const bool column = off_w == 0 && wo < p.W_out;
+  const int stride = p.stride_h.divisor, tap_step = stride / p.divisor.divisor, row_step = p.dilation_h / p.divisor.divisor;
+  divide(p.dilation_h, p.stride_h, step);
+  int i = static_cast<int>(tile) * gather_rows;
+  int top = static_cast<int>(divide(i + p.padding_h, p.stride_h, off));
+  const T* dy = static_cast<const T*>(p.grad_output) + n * p.grad_output_stride.n + wo * p.grad_output_stride.w;
+  T* dx = static_cast<T*>(p.grad_input) + n * p.grad_input_stride.n + channel * p.grad_input_stride.c +
+          i * p.grad_input_stride.h + col * p.grad_input_stride.w;
+  const int end = min(i + gather_rows, p.H);
+  for (; i < end; ++i, dx += p.grad_input_stride.h) {
+    A sum[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) sum[v] = A(0);
     // The first tap whose row divides evenly: k * d and i + p leave the same remainder.
-    unsigned step;
-    divide(p.dilation_h, p.stride_h, step);
     int first = 0, met = 0;
-    while (met != static_cast<int>(off_h) && first < p.taps) {
+    while (met != static_cast<int>(off) && first < p.taps) {
       ++first;
       met += step;
       if (met >= stride) met -= stride;
     }
-    if (first < p.taps) {
-      const int first_row = static_cast<int>(top) - (first * p.dilation_h - met) / stride;
+    if (column && first < p.taps) {
+      const int first_row = top - static_cast<int>(divide(first * p.dilation_h - met, p.stride_h, unused));
       for (int q = 0; q < p.multiplier; ++q) {
         const int64_t filter = static_cast<int64_t>(channel) * p.multiplier + q;
-        const T* dy = static_cast<const T*>(p.grad_output) + n * p.grad_output_stride.n + filter * p.grad_output_stride.c +
-                      wo * p.grad_output_stride.w;
+        const T* source = dy + filter * p.grad_output_stride.c;
         const T* weight = static_cast<const T*>(p.weight) + filter * p.weight_filter;
         int row = first_row;
         for (int k = first; k < p.taps && row >= 0; k += tap_step, row -= row_step) {
           if (row >= p.H_out) continue;
           const A w = widen(__ldg(weight + k * p.weight_tap));
-          const Pack<T, V> value = load<T, V>(dy + row * p.grad_output_stride.h);
+          const Pack<T, V> value = load<T, V>(source + row * p.grad_output_stride.h);
 #pragma unroll
           for (int v = 0; v < V; ++v) sum[v] += w * widen(value.value[v]);
         }
       }
     }
+    store<T, V>(dx, sum);
+    if (++off == static_cast<unsigned>(stride)) off = 0, ++top;
   }
-  store<T, V>(static_cast<T*>(p.grad_input) + n * p.grad_input_stride.n + channel * p.grad_input_stride.c +
-                  i * p.grad_input_stride.h + col * p.grad_input_stride.w,
-              sum);
 }
 
 using BackwardKernel = void (*)(BackwardParameters);

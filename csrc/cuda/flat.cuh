@@ -131,7 +131,7 @@ struct RegisterSums {
 // grad_input, grad_weight and grad_bias in one pass. A block keeps its slab's place and walks every splits-th image, so a
 // thread's running sums stay with one channel; grad_input takes x's place in shared memory.
 template <typename T, int Taps>
-__global__ void __launch_bounds__(flat_threads, 2)
+__global__ void __launch_bounds__(flat_threads, 4)
     flat_backward_kernel(const __grid_constant__ FlatParameters p) {
   using A = accumulate_t<T>;
   extern __shared__ double shared_memory[];
@@ -239,7 +239,7 @@ FlatKernel pick_flat_forward(int64_t taps) {
 #undef DEPTHCONV_CASE
 #define DEPTHCONV_CASE(K) \
   case K:                                                                    \
-    if constexpr (K <= flat_backward_most) return flat_backward_kernel<T, K>; \
+    if constexpr (K <= flat_backward_most(sizeof(T))) return flat_backward_kernel<T, K>; \
     break;
 template <typename T>
 FlatKernel pick_flat_backward(int64_t taps) {

@@ -125,7 +125,8 @@ const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan
     GatherParameters p;
     const int width = plan.strided_vector_width;
     p.cols = FastDivisor(g.W / width);
-    p.height = FastDivisor(g.H);
+    p.tiles = FastDivisor(ceil_div(g.H, gather_rows));
+    p.H = static_cast<int>(g.H);
     p.channels = FastDivisor(g.C);
     p.grad_output = a.grad_output.data;
     p.weight = a.weight.data;
@@ -145,12 +146,13 @@ const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan
     p.dilation_h = static_cast<int>(g.dilation.h);
     p.divisor = FastDivisor(std::gcd(g.stride.h, g.dilation.h));
     p.channels_last = reads_channels_last(a.grad_input, g.C, g.W);
-    const int64_t per_image = g.C * g.H * (g.W / width), images = std::max<int64_t>(1, (index_limit * 2 - 1) / per_image);
+    const int64_t per_image = g.C * ceil_div(g.H, gather_rows) * (g.W / width);
+    const int64_t images = std::max<int64_t>(1, index_limit / per_image);
     for (int64_t n = 0; n < g.N; n += images) {
-      p.count = std::min(images, g.N - n) * per_image;
+      p.count = static_cast<unsigned>(std::min(images, g.N - n) * per_image);
       p.grad_output = at<T>(a.grad_output.data, n * a.grad_output.stride.n);
       p.grad_input = const_cast<T*>(at<T>(a.grad_input.data, n * a.grad_input.stride.n));
-      const unsigned blocks = static_cast<unsigned>(ceil_div(p.count, 256));
+      const unsigned blocks = (p.count + 255) / 256;
       if (width == 1)
         strided_input_gradient_kernel<T, 1><<<blocks, 256, 0, stream>>>(p);
       else
