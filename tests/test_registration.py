@@ -165,11 +165,11 @@ def test_python_geometry_is_the_cpp_one() -> None:
         strides = [random_strides(draw, size), random_strides(draw, weight)]
         if draw.random() < 0.3:
             spoiled = draw.choice([size, weight, bias or weight, *pairs])
-            spoiled[draw.randrange(len(spoiled))] = draw.choice([-(2**63), -1, 0, 1, 2, 7, 2**40, 2**62, 2**63 - 1])
+            is_size = not any(spoiled is pair for pair in pairs)
+            values = [0, 1, 2, 7, 2**31] if is_size else [-(2**63), -1, 0, 2**40, 2**62, 2**63 - 1]
+            spoiled[draw.randrange(len(spoiled))] = draw.choice(values)
             if draw.random() < 0.2:
                 spoiled.pop()
-            if any(extent < 0 for extent in (*size, *weight, *(bias or []))):
-                continue
         arguments = (size, strides[0][: len(size)], weight, strides[1][: len(weight)], bias, *pairs)
         cpp, python = both(*arguments)
         assert cpp == python, f"{arguments}"

@@ -11,7 +11,7 @@
 // Taps outside the input are left out, never multiplied by zero. Rows of a tile lie `dilation` apart, so that their
 // windows overlap.
 //
-// Sums for grad_weight and grad_bias: a lane adds at most about 2 * flush_after terms in float, which then join a double.
+// Sums for grad_weight and grad_bias: a lane adds at most about 2 * flush_after terms in float, then joins a double.
 
 constexpr int64_t flush_after = 64;
 constexpr int most_rows = 4;
@@ -607,7 +607,7 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
   double* total = reinterpret_cast<double*>(scratch + (m * K + job.channel_chunk * per_channel) * VECTOR_BYTES);
   // With one output row all input rows read it, of every filter: so many columns at a time that it stays in L1.
   const int64_t block = job.H_out > 1 ? column_block<T>(job)
-                                      : greatest((1 << 12) / (static_cast<int64_t>(sizeof(T)) * m) / 64 * 64, 64);
+                                      : greatest((1 << 14) / (static_cast<int64_t>(sizeof(T)) * m) / 64 * 64, 64);
   const bool together = runs_together<T>(job) && block >= job.W;
   const Inner whole{(K - 1) * job.dilation - job.padding, job.H_out - job.padding};
   for (int64_t task = begin; task < end; ++task) {
