@@ -244,7 +244,7 @@ constexpr int march_backward_width(int size, int64_t taps) {
 }
 
 constexpr int march_backward_blocks(int size, int vector_width, int taps) {
-  const int held = taps * (vector_width + 2) + 3 * vector_width + 50;
+  const int held = taps * (vector_width + 2) + 3 * vector_width + (vector_width == 1 ? 62 : 48);
   return held <= 64 ? 8 : held <= 80 ? 6 : held <= 96 ? 5 : held <= 128 ? 4 : held <= 168 ? 3 : 2;
 }
 

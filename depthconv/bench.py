@@ -375,7 +375,7 @@ def time_line(
     with guard:
         calls, row["failed"] = calls_for(problem, direction, device, dtype, peers)
         calls["reference"] = reference_call(direction, moved // itemsize, device, dtype)
-        least, most, budget = (3, 10, 0.02) if quick else (9, 101, 0.15 if device.type == "cuda" else 0.5)
+        least, most, budget = (3, 10, 0.02) if quick else (9, 101, 0.15) if device.type == "cuda" else (5, 101, 0.3)
         seconds = measure(calls, clock, budget, least, most)
     row["ms"] = {name: value * 1e3 for name, value in seconds.items()}
     return judge(row, clock.most_bytes_per_second)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .ops import as_pair, same_padding
+from .ops import as_pair, check_types, padding_from_string
 
 Pair = tuple[int, int]
 
@@ -60,16 +60,10 @@ def explain(
 
     Raises what `depthwise_conv2d` raises for these arguments, as far as sizes, dtypes and devices go.
     """
-    for name, tensor in (("input", input), ("weight", weight), ("bias", bias)):
-        if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
-            raise TypeError(f"depthconv: {name} must be a torch.Tensor, but got {type(tensor).__name__}")
+    check_types(input, weight, bias)
     strides, dilations = as_pair("stride", stride), as_pair("dilation", dilation)
     if isinstance(padding, str):
-        if padding not in ("same", "valid"):
-            raise ValueError(f"depthconv: padding must be an int, a pair, 'same' or 'valid', but got {padding!r}")
-        paddings = (0, 0)
-        if padding == "same" and weight.dim() == 4 and input.dim() in (3, 4):
-            input, paddings = same_padding(input, strides, dilations, weight.shape[2])
+        input, paddings = padding_from_string(input, weight, strides, padding, dilations)
     else:
         paddings = as_pair("padding", padding)
     dtype = str(input.dtype).removeprefix("torch.")

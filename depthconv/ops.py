@@ -57,7 +57,8 @@ _PLAIN = frozenset({Tensor, Parameter})
 # ---- the short way -------------------------------------------------------------------------------------------------
 
 
-def _check_types(input: Any, weight: Any, bias: Any) -> None:
+def check_types(input: Any, weight: Any, bias: Any) -> None:
+    """TypeError for what is no tensor."""
     for argument, value in (("input", input), ("weight", weight), ("bias", bias)):
         # Tensor-likes (a torch.fx.Proxy) come through: the operator hands them to their own __torch_function__.
         if isinstance(value, Tensor) or hasattr(value, "__torch_function__") or (argument == "bias" and value is None):
@@ -86,7 +87,7 @@ def _run_forward(
         or _function_modes()
         or _tracing_state() is not None
     ):
-        _check_types(input, weight, bias)
+        check_types(input, weight, bias)
         return _public_forward(input, weight, bias, stride, padding, dilation)
     try:
         if (
@@ -542,11 +543,18 @@ def as_pair(argument: str, value: Any) -> Pair:
     return ints[0], ints[-1]
 
 
-def same_padding(input: Tensor, stride: Pair, dilation: Pair, taps: int) -> tuple[Tensor, Pair]:
-    """padding='same': the input, with one row more at the bottom where the sum is odd, and the padding of both sides."""
+def padding_from_string(
+    input: Tensor, weight: Tensor, stride: Pair, padding: str, dilation: Pair
+) -> tuple[Tensor, Pair]:
+    """'valid' or 'same': the input, for 'same' with a row more at the bottom where the sum is odd, and the padding."""
+    if padding not in ("same", "valid"):
+        raise ValueError(f"depthconv: padding must be an int, a pair of ints, 'same' or 'valid', but got {padding!r}")
+    # With a rank that is wrong anyway, nothing is padded: the operator says what is wrong.
+    if padding == "valid" or weight.dim() != 4 or input.dim() not in (3, 4):
+        return input, (0, 0)
     if stride[0] != 1 or stride[1] != 1:
         raise RuntimeError("padding='same' is not supported for strided convolutions")
-    total = dilation[0] * (taps - 1)
+    total = dilation[0] * (weight.shape[2] - 1)
     if total % 2:
         input = F.pad(input, (0, 0, 0, 1))
     return input, (total // 2, 0)
@@ -596,16 +604,8 @@ def depthwise_conv2d(
     if type(padding) is int:
         padding = (padding, padding)
     elif type(padding) is str:
-        if padding not in ("same", "valid"):
-            raise ValueError(
-                f"depthconv: padding must be an int, a pair of ints, 'same' or 'valid', but got {padding!r}"
-            )
-        _check_types(input, weight, bias)
-        # With a rank that is wrong anyway, nothing is padded: the operator says what is wrong.
-        if padding == "valid" or weight.dim() != 4 or input.dim() not in (3, 4):
-            padding = (0, 0)
-        else:
-            input, padding = same_padding(input, stride, dilation, weight.shape[2])
+        check_types(input, weight, bias)
+        input, padding = padding_from_string(input, weight, stride, padding, dilation)
     elif not (type(padding) is tuple and len(padding) == 2 and type(padding[0]) is int and type(padding[1]) is int):
         padding = as_pair("padding", padding)
 
@@ -613,7 +613,7 @@ def depthwise_conv2d(
     if is_dynamo_compiling():
         return _public_forward(input, weight, bias, stride, padding, dilation)
     if _is_any_autocast_enabled():
-        _check_types(input, weight, bias)
+        check_types(input, weight, bias)
         device = input.device.type
         if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
             input, weight, bias = _cast(device, input, weight, bias)

@@ -349,7 +349,7 @@ struct GatherParameters {
 };
 
 template <typename T, int V>
-__global__ void __launch_bounds__(256) strided_input_gradient_kernel(const __grid_constant__ GatherParameters p) {
+__global__ void __launch_bounds__(256, 4) strided_input_gradient_kernel(const __grid_constant__ GatherParameters p) {
   using A = accumulate_t<T>;
   unsigned rest = blockIdx.x * blockDim.x + threadIdx.x, col, tile, channel;
   if (rest >= p.count) return;
