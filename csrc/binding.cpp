@@ -1,5 +1,8 @@
 // depthconv._C: importing it loads the operators that lie beside it; it offers what is not an operator: the build record,
 // the geometry and the plan of a problem. pybind11 headers only, nothing of libtorch.
+// pybind11 internals of our own: shared ones hold the exception translators of every other extension in the process, and
+// an exception of ours has been seen to crash in one of them.
+#define PYBIND11_COMPILER_TYPE "_depthconv"
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -30,7 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"depthconv: DEPTHCONV_TEST_SEED={SEED}, CUDA {'available' if torch.cuda.is_available() else 'not available'}"
+    return (
+        f"depthconv: DEPTHCONV_TEST_SEED={SEED}, CUDA {'available' if torch.cuda.is_available() else 'not available'}"
+    )
 
 
 @pytest.hookimpl(wrapper=True)

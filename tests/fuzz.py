@@ -37,7 +37,7 @@ def main() -> int:
         except Exception as error:
             failed += 1
             if failed <= 10:
-                print(f"problem {index}: {type(error).__name__}: {error}\n--case \"{as_dict(problem)}\"", flush=True)
+                print(f'problem {index}: {type(error).__name__}: {error}\n--case "{as_dict(problem)}"', flush=True)
             if not isinstance(error, AssertionError):  # the device may be unusable from here on
                 break
         now = time.monotonic()

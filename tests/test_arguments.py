@@ -36,7 +36,11 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...], bool]] = {
     # the call, its arguments, and whether the tensors require gradients
     "forward operator": (lambda **a: torch.ops.depthconv.forward(**a), (*COMMON, "bias"), False),
     "forward operator, recording": (lambda **a: torch.ops.depthconv.forward(**a), (*COMMON, "bias"), True),
-    "backward operator": (lambda **a: torch.ops.depthconv.backward(**a), (*COMMON, "grad_output", "output_mask"), False),
+    "backward operator": (
+        lambda **a: torch.ops.depthconv.backward(**a),
+        (*COMMON, "grad_output", "output_mask"),
+        False,
+    ),
     "backward operator, recording": (
         lambda **a: torch.ops.depthconv.backward(**a),
         (*COMMON, "grad_output", "output_mask"),
@@ -131,7 +135,10 @@ BAD: dict[str, tuple[str, Callable[[str], Arguments]]] = bad_integers() | {
     "weight of another dtype": (r"\bweight\b", lambda d: {"weight": torch.randn(8, 1, 3, 1, device=d).double()}),
     "weight of a half dtype": (r"\bweight\b", lambda d: {"weight": torch.randn(8, 1, 3, 1, device=d).half()}),
     "weight of integers": (r"\bweight\b", lambda d: {"weight": torch.ones(8, 1, 3, 1, device=d, dtype=torch.int64)}),
-    "input of another dtype": (r"\b(input|weight)\b", lambda d: {"input": torch.randn(2, 4, 9, 6, device=d).bfloat16()}),
+    "input of another dtype": (
+        r"\b(input|weight)\b",
+        lambda d: {"input": torch.randn(2, 4, 9, 6, device=d).bfloat16()},
+    ),
     "input of integers": (r"\binput\b", lambda d: {"input": torch.ones(2, 4, 9, 6, device=d, dtype=torch.int64)}),
     "bias of another dtype": (r"\bbias\b", lambda d: {"bias": torch.randn(8, device=d).double()}),
     "grad_output of another dtype": (
@@ -158,7 +165,10 @@ BAD: dict[str, tuple[str, Callable[[str], Arguments]]] = bad_integers() | {
     "sparse input": (r"\binput\b", lambda d: {"input": torch.randn(2, 4, 9, 6, device=d).to_sparse()}),
     "sparse weight": (r"\bweight\b", lambda d: {"weight": torch.randn(8, 1, 3, 1, device=d).to_sparse()}),
     "sparse bias": (r"\bbias\b", lambda d: {"bias": torch.randn(8, device=d).to_sparse()}),
-    "sparse grad_output": (r"\bgrad_output\b", lambda d: {"grad_output": torch.randn(2, 8, 9, 6, device=d).to_sparse()}),
+    "sparse grad_output": (
+        r"\bgrad_output\b",
+        lambda d: {"grad_output": torch.randn(2, 8, 9, 6, device=d).to_sparse()},
+    ),
     "sparse everything": (r"\b(input|weight)\b", lambda d: all_tensors(d, Tensor.to_sparse)),
     "CSR input": (r"\binput\b", lambda d: {"input": torch.randn(9, 6, device=d).to_sparse_csr()}),
     "quantized input": (r"\binput\b", lambda d: {"input": quantized(torch.randn(2, 4, 9, 6, device=d))}),
@@ -216,7 +226,11 @@ def test_good_arguments(name: str, device: str) -> None:
 @pytest.mark.parametrize(
     "argument, value",
     [
-        *((name, value) for name in ("stride", "padding", "dilation") for value in ((), (1, 1, 1), "2", None, 1.5, (1, None))),
+        *(
+            (name, value)
+            for name in ("stride", "padding", "dilation")
+            for value in ((), (1, 1, 1), "2", None, 1.5, (1, None))
+        ),
         ("stride", 0),
         ("stride", -1),
         ("stride", (1, 0)),

@@ -21,9 +21,7 @@ MASKS = list(itertools.product([True, False], repeat=3))
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_values(name: str, dtype: str, layout: str, device: str, seed: int) -> None:
     for path in PATHS:
-        problem = replace(
-            GEOMETRIES[name], dtype=dtype, layout=layout, grad_layout=layout, path=path, seed=seed
-        )
+        problem = replace(GEOMETRIES[name], dtype=dtype, layout=layout, grad_layout=layout, path=path, seed=seed)
         check_backward(problem, device)
 
 
@@ -41,7 +39,7 @@ def test_masks(name: str, mask: tuple[bool, bool, bool], path: str, device: str,
 @pytest.mark.parametrize("height", HEIGHTS)
 def test_every_width(height: int, dtype: str, layout: str, device: str, seed: int) -> None:
     """Tile and vector edges; what surrounds x and dy in their storage is NaN where the layout leaves room for it."""
-    for width in WIDTHS if height < 1000 else WIDTHS[:12]:
+    for width in WIDTHS if height < 1000 else WIDTHS[:9]:
         taps = (3, 7, 11, 4)[width % 4]
         problem = Problem((1, 2, height, width), taps, padding=(taps // 2, 0), dtype=dtype, seed=seed)
         check_backward(replace(problem, layout=layout, grad_layout=layout), device)
@@ -49,7 +47,7 @@ def test_every_width(height: int, dtype: str, layout: str, device: str, seed: in
 
 @pytest.mark.parametrize("where", ["x", "dy"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("taps", [1, 3, 5, 7, 11, 16])
+@pytest.mark.parametrize("taps", [1, 3, 7, 11, 16])
 @pytest.mark.parametrize("padding", ["none", "same", "beyond"])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -70,9 +68,7 @@ def test_one_bad_row_stays_where_it_is_read(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("multiplier", [1, 2])
 @pytest.mark.parametrize("size, padding", [((0, 4, 8, 5), (1, 0)), ((0, 4, 0, 5), (3, 1)), ((0, 1, 8, 5), (0, 2))])
-def test_empty_batch(
-    size: tuple[int, ...], padding: tuple[int, int], multiplier: int, path: str, device: str
-) -> None:
+def test_empty_batch(size: tuple[int, ...], padding: tuple[int, int], multiplier: int, path: str, device: str) -> None:
     """dx is empty, dw and db are zeros."""
     for layout in ("contiguous", "channels_last"):
         problem = Problem(size, 3, multiplier, padding=padding, path=path, layout=layout)

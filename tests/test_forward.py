@@ -29,7 +29,7 @@ def test_values(name: str, dtype: str, layout: str, device: str, seed: int) -> N
 @pytest.mark.parametrize("height", HEIGHTS)
 def test_every_width(height: int, dtype: str, layout: str, device: str, seed: int) -> None:
     """Tile and vector edges; what surrounds x in its storage is NaN where the layout leaves room for it."""
-    for width in WIDTHS if height < 1000 else WIDTHS[:12]:
+    for width in WIDTHS if height < 1000 else WIDTHS[:9]:
         taps = (3, 7, 11, 4)[width % 4]
         problem = Problem((1, 2, height, width), taps, padding=(taps // 2, 0), dtype=dtype, layout=layout, seed=seed)
         check_forward(problem, device)
@@ -37,7 +37,7 @@ def test_every_width(height: int, dtype: str, layout: str, device: str, seed: in
 
 @pytest.mark.parametrize("layout", ["contiguous", "row_gap", "channels_last"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
-@pytest.mark.parametrize("taps", [1, 3, 5, 7, 11, 16])
+@pytest.mark.parametrize("taps", [1, 3, 7, 11, 16])
 @pytest.mark.parametrize("padding", ["none", "same", "beyond"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_one_bad_row_stays_where_it_is_read(
@@ -78,9 +78,7 @@ def test_one_bad_column_stays_where_it_is_read(
     ],
 )
 @pytest.mark.parametrize("multiplier", [1, 2])
-def test_empty_batch(
-    size: tuple[int, ...], padding: tuple[int, int], multiplier: int, path: str, device: str
-) -> None:
+def test_empty_batch(size: tuple[int, ...], padding: tuple[int, int], multiplier: int, path: str, device: str) -> None:
     """y as ATen sizes it."""
     for layout in ("contiguous", "channels_last"):
         check_forward(Problem(size, 3, multiplier, padding=padding, path=path, layout=layout), device)
