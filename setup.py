@@ -218,7 +218,7 @@ def extensions(build: Build) -> list[Extension]:
         include_dirs=headers,
         language="c++",
         extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", "-g0"],
-        extra_link_args=["-s"],
+        extra_link_args=["-Wl,--exclude-libs,ALL", "-s"],  # a C++ runtime linked into it stays its own
     )
     return [operators, binding]
 

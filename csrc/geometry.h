@@ -4,7 +4,6 @@
 
 #include <array>
 #include <cstdint>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -55,21 +54,23 @@ struct Geometry {
   }
 };
 
+// Messages are put together without iostreams, whose locales do not survive two C++ runtimes in one process.
+inline void append(std::string& text, const char* part) { text += part; }
+inline void append(std::string& text, const std::string& part) { text += part; }
+inline void append(std::string& text, int64_t part) { text += std::to_string(part); }
+
 template <typename... Parts>
 [[noreturn]] inline void fail(const Parts&... parts) {
-  std::ostringstream text;
-  ((text << parts), ...);
-  throw std::runtime_error(text.str());
+  std::string text;
+  (append(text, parts), ...);
+  throw std::runtime_error(text);
 }
 
-inline std::string show(const int64_t* values, size_t count) {
-  std::ostringstream text;
-  text << '[';
-  for (size_t i = 0; i < count; ++i) text << (i ? ", " : "") << values[i];
-  text << ']';
-  return text.str();
+inline std::string show(const std::vector<int64_t>& values) {
+  std::string text = "[";
+  for (size_t i = 0; i < values.size(); ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
 }
-inline std::string show(const std::vector<int64_t>& values) { return show(values.data(), values.size()); }
 
 // A list of one or two ints as ATen reads it: one value stands for both axes.
 inline Pair as_pair(const char* argument, const std::vector<int64_t>& values, int64_t least) {

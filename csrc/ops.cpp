@@ -201,7 +201,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   if (dy.sizes() != g.output_size())
     fail("depthconv: grad_output must have the output's size, ", show(g.output_size()), ", but got ", show(dy.sizes()));
   if (output_mask.size() != 3)
-    fail("depthconv: output_mask must have three values (input, weight, bias), but got ", output_mask.size());
+    fail("depthconv: output_mask must have three values (input, weight, bias), but got ", static_cast<int64_t>(output_mask.size()));
   Tensor grad_input, grad_weight, grad_bias;
   BackwardArguments arguments;
   arguments.geometry = g;

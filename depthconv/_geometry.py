@@ -1,8 +1,8 @@
 """Sizes, checks and layouts for the fake kernels: csrc/geometry.h again, in Python.
 
-C++ cannot see symbolic sizes without fixing them, so that this part exists twice; a test holds the two together, messages
-included. Sizes and strides may be ints or SymInts. Comparisons are ordered so that what is known without looking at a
-symbolic size is decided without it.
+C++ cannot see symbolic sizes without fixing them, so that this part exists twice; a test holds the two together,
+messages included. Sizes and strides may be ints or SymInts. Comparisons are ordered so that what is known without
+looking at a symbolic size is decided without it.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ def _swap(
             continue
         report.swapped.append(name)
         if not dry_run:
-            # The class is exchanged, not the module: a DepthwiseConv2d has an nn.Conv2d's attributes and no other, so the
-            # parameters, hooks, flags, whatever else was attached, and every reference to the module (a second place in
-            # the tree, an optimizer's, a hook's, the caller's own to the model itself) stay as they are.
+            # The class is exchanged, not the module: a DepthwiseConv2d has an nn.Conv2d's attributes and no other, so
+            # that parameters, hooks, flags, whatever else was attached, and every reference to the module (a second
+            # place in the tree, a hook's, the caller's own to the model itself) stay as they are.
             module.__class__ = target
     return report
 
@@ -86,8 +86,8 @@ def _swap(
 def convert(model: nn.Module, dry_run: bool = False) -> ConversionReport:
     """Turn each depthwise (K, 1) `nn.Conv2d` of a model, the model itself included, into a `DepthwiseConv2d`, in place.
 
-    Swapped are modules whose type is exactly nn.Conv2d, with groups == in_channels and kernel width 1. Nothing is copied:
-    parameters, buffers, hooks and the state_dict's keys stay the same. With dry_run=True the model stays as it is.
+    Swapped are modules whose type is exactly nn.Conv2d, with groups == in_channels and kernel width 1. Nothing is
+    copied: parameters, hooks and the state_dict's keys stay the same. With dry_run=True the model stays as it is.
 
     Returns a report: `swapped` names, `left` convolutions with the reason, and both as text by `str`.
     """

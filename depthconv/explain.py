@@ -54,7 +54,7 @@ def explain(
 ) -> Explanation:
     """Which kernels `depthwise_conv2d` with these arguments would run forward and backward, and why; it runs none.
 
-    The backward is that of an output gradient in the output's own layout, to input, to weight, and to bias if there is one.
+    The backward is that of an output gradient in the output's own layout, to input, weight and bias if there is one.
     CUDA plans depend on alignment and on the number of multiprocessors: give the tensors themselves. Tensors on the
     meta device are planned for a GPU with 132 multiprocessors.
 

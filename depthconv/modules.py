@@ -12,7 +12,7 @@ from .ops import depthwise_conv2d
 
 
 class DepthwiseConv2d(nn.Conv2d):
-    """Depthwise convolution with a kernel of height K and width 1; takes the place of the `nn.Conv2d` with its arguments.
+    """Depthwise convolution with a kernel of height K and width 1, in the place of the `nn.Conv2d` with its arguments.
 
     Args:
         in_channels: C.
@@ -22,8 +22,8 @@ class DepthwiseConv2d(nn.Conv2d):
         groups: C; may be left out.
         bias, padding_mode, device, dtype: as in nn.Conv2d, all four padding modes included.
 
-    Shapes: (N, C, H, W) -> (N, C * m, H_out, W_out), or both without N; see `depthwise_conv2d`. weight is (C * m, 1, K, 1)
-    and bias (C * m), initialised as nn.Conv2d does; a state_dict goes both ways.
+    Shapes: (N, C, H, W) -> (N, C * m, H_out, W_out), or both without N; see `depthwise_conv2d`. weight is
+    (C * m, 1, K, 1) and bias (C * m), initialised as nn.Conv2d does; a state_dict goes both ways.
 
     Raises ValueError where the arguments make no depthwise (K, 1) convolution, and what nn.Conv2d itself raises.
     """

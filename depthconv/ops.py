@@ -1,8 +1,9 @@
 """The operators in PyTorch: fake kernels, autograd, autocast and vmap of `torch.ops.depthconv`, and the function.
 
-`depthconv::forward` and `depthconv::backward` are fully registered and are what torch.compile, torch.export, torch.func,
-tensor subclasses and dispatch modes see. `depthwise_conv2d` on plain tensors in eager mode goes past all that to
-`depthconv::_forward` and `depthconv::_backward`, the same kernels without any registration, at a fraction of the host time.
+`depthconv::forward` and `depthconv::backward` are fully registered and are what torch.compile, torch.export,
+torch.func, tensor subclasses and dispatch modes see. `depthwise_conv2d` on plain tensors in eager mode goes past all
+that to `depthconv::_forward` and `depthconv::_backward`, the same kernels without any registration, at a fraction of
+the host time.
 
 Private names of torch used here, all of them also used by torch.library or torch.autograd.function themselves:
 - torch._C._are_functorch_transforms_active, _len_torch_dispatch_stack, _is_torch_function_mode_enabled,
@@ -98,7 +99,10 @@ def _run_forward(
             return _EagerForward.apply(
                 unwrap_if_dead(input), unwrap_if_dead(weight), bias, stride, padding, dilation
             )
-        return _forward(input, weight, bias, *stride, *padding, *dilation)
+        # Indices, not stars: a call with stars builds a list and a tuple first.
+        return _forward(
+            input, weight, bias, stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1]
+        )
     except NotImplementedError:  # no kernel for this device: meta has one on the public operator, others a clear error
         return _public_forward(input, weight, bias, stride, padding, dilation)
 
@@ -148,7 +152,9 @@ class _ForwardRules:
         return (*_run_backward(grad_output, input, weight, *ctx.geometry, mask), None, None, None)
 
     @staticmethod
-    def jvp(ctx: Any, input_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None, *_: None) -> Tensor | None:
+    def jvp(
+        ctx: Any, input_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None, *_: None
+    ) -> Tensor | None:
         input, weight = ctx.saved_tensors
         from_input = from_weight = None
         if input_t is not None:
@@ -214,8 +220,8 @@ def _save(ctx: Any, tensors: tuple[Tensor, ...], geometry: tuple[Pair, Pair, Pai
 class _EagerForward(_ForwardRules, _SingleLevelFunction):
     """Plain tensors outside torch.func.
 
-    Its apply is the one in C++: torch.autograd.Function's looks for torch.func and for its dead wrappers first, in Python,
-    and costs as much again. What it looks for has been looked for here.
+    Its apply is the one in C++: torch.autograd.Function's looks for torch.func and for its dead wrappers first, in
+    Python, and costs as much again. What it looks for has been looked for here.
     """
 
     @staticmethod
@@ -435,8 +441,8 @@ def _autocast_kernel(device: str, key: torch._C.DispatchKey) -> Callable[..., Te
 
 
 # ---- vmap ----------------------------------------------------------------------------------------------------------
-# A vmapped axis is folded into the batch where the weight is shared, else into the channels: there a filter of its own for
-# each is what a depthwise convolution has anyway.
+# A vmapped axis is folded into the batch where the weight is shared, else into the channels: there a filter of its own
+# for each is what a depthwise convolution has anyway.
 
 
 def _to_front(tensor: Tensor, axis: int | None, count: int) -> Tensor:
@@ -575,7 +581,8 @@ def depthwise_conv2d(
     with zeros outside the input.
 
     Args:
-        input: (N, C, H, W) or (C, H, W); float32, float64, float16 or bfloat16, on the CPU or a CUDA device, any strides.
+        input: (N, C, H, W) or (C, H, W); float32, float64, float16 or bfloat16, on the CPU or a CUDA device; strides
+            as they come.
         weight: (C * m, 1, K, 1) with m >= 1 filters a channel; dtype and device of input.
         bias: (C * m) or None.
         stride, dilation: an int or a pair (height, width), at least 1. The dilation of the width has no effect.

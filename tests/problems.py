@@ -308,7 +308,7 @@ def check_backward(problem: Problem, device: str, arguments: Arguments | None = 
     if problem.path != "operators":
         wanted[2] = wanted[2] and problem.bias
     assert [grad is not None for grad in grads] == wanted
-    dx, dw, db = grads
+    dx, dw, _ = grads
     for grad in grads:
         assert grad is None or (grad.dtype == a.x.dtype and grad.device == a.x.device)
     if dx is not None and dx.numel():

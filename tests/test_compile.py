@@ -95,6 +95,7 @@ def test_dynamic_sizes_compile_once(layout: torch.memory_format, training: bool,
     counter = CompileCounterWithBackend("aot_eager")
     model = Block(point=False).to(device)  # PyTorch's own convolution compiles again for batches above 15
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    compiles = []
     for size in ((3, 8, 11, 6), (5, 8, 11, 6), (7, 8, 14, 6), (2, 8, 19, 9), (64, 8, 5, 31)):
         x = torch.randn(size, device=device).contiguous(memory_format=layout)
         if training:
@@ -102,7 +103,8 @@ def test_dynamic_sizes_compile_once(layout: torch.memory_format, training: bool,
         else:
             with torch.no_grad():
                 torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-    assert counter.frame_count == 1
+        compiles.append(counter.frame_count)
+    assert compiles[0] > 0 and set(compiles) == {compiles[0]}
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
@@ -115,6 +117,7 @@ def test_dynamic_geometry(stride: tuple[int, int], device: str) -> None:
         return depthconv.depthwise_conv2d(x, weight, None, stride, (3, 2), (2, 2))
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    compiles = []
     for size in ((3, 4, 17, 6), (2, 4, 33, 9), (9, 4, 12, 21)):
         x = torch.randn(size, device=device)
         found, expected = compiled(x), call(x)
@@ -122,7 +125,8 @@ def test_dynamic_geometry(stride: tuple[int, int], device: str) -> None:
         assert found.stride() == expected.stride()
         for one, other in zip(torch.autograd.grad(found.sum(), weight), torch.autograd.grad(expected.sum(), weight)):
             torch.testing.assert_close(one, other)
-    assert counter.frame_count == 1
+        compiles.append(counter.frame_count)
+    assert compiles[0] > 0 and set(compiles) == {compiles[0]}
 
 
 @pytest.mark.parametrize("options", [{}, {"padding": "same"}, {"padding": "valid", "stride": [2, 1]}, {"padding": 2}])

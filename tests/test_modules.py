@@ -188,7 +188,9 @@ def test_hooks(device: str) -> None:
         notes: list[Any] = []
         module.register_forward_pre_hook(lambda m, a, notes=notes: notes.append(("pre", a[0].shape)))
         module.register_forward_hook(lambda m, a, y, notes=notes: notes.append(("forward", y.shape)))
-        module.register_full_backward_hook(lambda m, dx, dy, notes=notes: notes.append(("back", dx[0].shape, dy[0].shape)))
+        module.register_full_backward_hook(
+            lambda m, dx, dy, notes=notes: notes.append(("back", dx[0].shape, dy[0].shape))
+        )
         module.weight.register_hook(lambda grad, notes=notes: notes.append(("weight", grad.shape)))
         gradients(module, torch.randn(2, 4, 9, 7, device=device))
         seen.append(notes)

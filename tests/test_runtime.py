@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -57,18 +57,19 @@ def test_ten_backwards_have_the_same_bits(name: str, layout: str, dtype: str, de
         assert all(same_bits(was, now) for was, now in zip(first, again))
 
 
-@pytest.fixture
-def deterministic_algorithms() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_deterministic_algorithms(name: str, path: str, device: str, seed: int, deterministic_algorithms: None) -> None:
+def test_deterministic_algorithms(name: str, path: str, device: str, seed: int) -> None:
     for layout in ("contiguous", "channels_last"):
-        check(replace(REDUCTIONS[name], layout=layout, path=path, seed=seed), device)
+        problem = replace(REDUCTIONS[name], layout=layout, path=path, seed=seed)
+        a = make_arguments(problem, device)
+        torch.use_deterministic_algorithms(True)
+        try:
+            y, grads = call_forward(problem, a.x, a.weight, a.bias), call_backward(problem, a)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        reference.check_forward(y, a.x, a.weight, a.bias, *problem.geometry)
+        reference.check_backward(grads, a.dy, a.x, a.weight, *problem.geometry)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

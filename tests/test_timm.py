@@ -18,8 +18,9 @@ import depthconv
 def load_timm() -> ModuleType:
     """timm, or a skip with the reason.
 
-    timm imports torchvision, whose own operators are built for one torch: beside another they do not load, and the import
-    fails at the first fake kernel, for the want of its operator. No model here calls any, so that a bare definition helps.
+    timm imports torchvision, whose own operators are built for one torch: beside another they do not load, and the
+    import fails at the first fake kernel, for the want of its operator. No model here calls any, so that a bare
+    definition helps.
     """
     for _ in range(20):
         try:
