@@ -1,7 +1,7 @@
-// depthconv._C: importing it loads the operators that lie beside it; it offers what is not an operator: the build record,
-// the geometry and the plan of a problem. pybind11 headers only, nothing of libtorch.
-// pybind11 internals of our own: shared ones hold the exception translators of every other extension in the process, and
-// an exception of ours has been seen to crash in one of them.
+// depthconv._C: importing it loads the operators that lie beside it; it offers what is not an operator: the build
+// record, the geometry and the plan of a problem. pybind11 headers only, nothing of libtorch. pybind11 internals of our
+// own: shared ones hold the exception translators of every other extension in the process, and an exception of ours has
+// been seen to crash in one of them.
 #define PYBIND11_COMPILER_TYPE "_depthconv"
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -29,7 +29,8 @@ Dtype dtype_named(const std::string& name) {
 
 py::dict geometry(const Ints& input_size, const Ints& input_stride, const Ints& weight_size, const Ints& weight_stride,
                   const std::optional<Ints>& bias_size, const Ints& stride, const Ints& padding, const Ints& dilation) {
-  const Geometry g = make_geometry(input_size, weight_size, bias_size ? &*bias_size : nullptr, stride, padding, dilation);
+  const Geometry g =
+      make_geometry(input_size, weight_size, bias_size ? &*bias_size : nullptr, stride, padding, dilation);
   if (input_stride.size() != input_size.size() || weight_stride.size() != weight_size.size())
     throw py::value_error("input_stride and weight_stride must have one value an axis");
   const bool channels_last =
@@ -96,14 +97,14 @@ py::dict named(const char* kernel, const char* reason) {
   return out;
 }
 
-py::dict plan(const std::string& direction, const std::string& device, const std::string& dtype_name, const Ints& input_size,
-              const Ints& input_stride, int64_t input_offset_bytes, const Ints& weight_size, const Ints& weight_stride,
-              const Ints& stride, const Ints& padding, const Ints& dilation, const std::optional<Ints>& grad_output_stride,
-              int64_t grad_output_offset_bytes, const std::vector<bool>& output_mask, int multiprocessors) {
+py::dict plan(const std::string& direction, const std::string& device, const std::string& dtype_name,
+              const Ints& input_size, const Ints& input_stride, int64_t input_offset_bytes, const Ints& weight_size,
+              const Ints& weight_stride, const Ints& stride, const Ints& padding, const Ints& dilation,
+              const std::optional<Ints>& grad_output_stride, int64_t grad_output_offset_bytes,
+              const std::vector<bool>& output_mask, int multiprocessors) {
   if (direction != "forward" && direction != "backward")
     throw py::value_error("direction must be 'forward' or 'backward', but got " + direction);
-  if (device != "cpu" && device != "cuda")
-    throw py::value_error("device must be 'cpu' or 'cuda', but got " + device);
+  if (device != "cpu" && device != "cuda") throw py::value_error("device must be 'cpu' or 'cuda', but got " + device);
   if (output_mask.size() != 3) throw py::value_error("output_mask must have three values");
   const Dtype dtype = dtype_named(dtype_name);
   const Geometry g = make_geometry(input_size, weight_size, nullptr, stride, padding, dilation);
@@ -138,7 +139,8 @@ py::dict plan(const std::string& direction, const std::string& device, const std
   if (chosen.plain) kernels.append(named(kernel_name::plain, chosen.reason));
   if (chosen.input_by_forward) kernels.append(describe(chosen.input_plan));
   if (chosen.input_strided) {
-    py::dict gather = named(kernel_name::strided_input_gradient, "stride above 1: each input row gathers the outputs that read it");
+    py::dict gather =
+        named(kernel_name::strided_input_gradient, "stride above 1: each input row gathers the outputs that read it");
     gather["vector_width"] = chosen.strided_vector_width;
     kernels.append(gather);
   }
@@ -161,12 +163,15 @@ PYBIND11_MODULE(_C, m) {
   const py::object path = py::module_::import("depthconv").attr("__path__").attr("__getitem__")(0);
   torch.attr("ops").attr("load_library")(py::str("{}/_ops.so").format(path));
 
-  m.def("build_info", [] {
-    py::dict record = py::module_::import("json").attr("loads")(DEPTHCONV_BUILD_RECORD);
-    const py::object operators = py::module_::import("torch").attr("ops").attr("depthconv");
-    record["cpu_instruction_set"] = operators.attr("_cpu_instruction_set")();
-    return record;
-  }, "How this build was made, and the CPU instruction set that it picked on this machine.");
+  m.def(
+      "build_info",
+      [] {
+        py::dict record = py::module_::import("json").attr("loads")(DEPTHCONV_BUILD_RECORD);
+        const py::object operators = py::module_::import("torch").attr("ops").attr("depthconv");
+        record["cpu_instruction_set"] = operators.attr("_cpu_instruction_set")();
+        return record;
+      },
+      "How this build was made, and the CPU instruction set that it picked on this machine.");
   m.def("geometry", &geometry, py::arg("input_size"), py::arg("input_stride"), py::arg("weight_size"),
         py::arg("weight_stride"), py::arg("bias_size") = py::none(), py::arg("stride") = Ints{1},
         py::arg("padding") = Ints{0}, py::arg("dilation") = Ints{1},

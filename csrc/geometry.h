@@ -103,14 +103,12 @@ inline Geometry make_geometry(const std::vector<int64_t>& input, const std::vect
   Geometry g;
   if (input.size() != 3 && input.size() != 4)
     fail("depthconv: input must be (N, C, H, W) or (C, H, W), but got size ", show(input));
-  if (weight.size() != 4)
-    fail("depthconv: weight must be 4-D, (C * multiplier, 1, K, 1), but got size ", show(weight));
+  if (weight.size() != 4) fail("depthconv: weight must be 4-D, (C * multiplier, 1, K, 1), but got size ", show(weight));
   if (weight[1] != 1)
     fail("depthconv: weight must have size 1 in dimension 1 (one input channel a filter), but got size ", show(weight));
   if (weight[3] != 1)
     fail("depthconv: weight must have kernel width 1, (C * multiplier, 1, K, 1), but got size ", show(weight));
-  if (weight[2] < 1)
-    fail("depthconv: weight must have at least one tap along the height, but got size ", show(weight));
+  if (weight[2] < 1) fail("depthconv: weight must have at least one tap along the height, but got size ", show(weight));
   g.batched = input.size() == 4;
   const size_t at = g.batched ? 1 : 0;
   g.N = g.batched ? input[0] : 1;
@@ -141,7 +139,8 @@ inline Geometry make_geometry(const std::vector<int64_t>& input, const std::vect
   return g;
 }
 
-// Whether walking the axes from the innermost finds positive strides that never shrink. Axes of size 1 or 0 say nothing.
+// Whether walking the axes from the innermost finds positive strides that never shrink. Axes of size 1 or 0 say
+// nothing.
 inline bool ordered_by_strides(const int64_t* size, const int64_t* stride, const std::array<int, 4>& innermost_first) {
   int64_t least = 1;
   for (int axis : innermost_first) {

@@ -16,7 +16,7 @@
 #ifdef DEPTHCONV_WITH_CUDA
 // The only symbol of libtorch_cuda that is used: weak, so that the library loads beside a torch without CUDA.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                  void** ret_stream);
+                                                                                   void** ret_stream);
 #endif
 
 namespace depthconv {
@@ -46,7 +46,8 @@ View view(const char* name, const Tensor& tensor) {
   if (!tensor.defined()) fail("depthconv: ", name, " must be a tensor, but got None");
   check(aoti_torch_get_layout(tensor.get(), &layout), "reading a tensor's layout");
   if (layout != aoti_torch_layout_strided())
-    fail("depthconv: ", name, " must be a dense (strided) tensor, but got another layout (sparse, quantized or opaque)");
+    fail("depthconv: ", name,
+         " must be a dense (strided) tensor, but got another layout (sparse, quantized or opaque)");
   check(aoti_torch_get_dim(tensor.get(), &v.rank), "reading a tensor's rank");
   check(aoti_torch_get_sizes(tensor.get(), &size), "reading a tensor's sizes");
   check(aoti_torch_get_strides(tensor.get(), &stride), "reading a tensor's strides");
@@ -111,8 +112,8 @@ void* data_of(const Tensor& tensor) {
 
 Tensor empty(const std::vector<int64_t>& size, const std::vector<int64_t>& stride, int32_t dtype, const View& like) {
   AtenTensorHandle handle = nullptr;
-  check(aoti_torch_empty_strided(static_cast<int64_t>(size.size()), size.data(), stride.data(), dtype,
-                                 like.device_type, like.device_index, &handle),
+  check(aoti_torch_empty_strided(static_cast<int64_t>(size.size()), size.data(), stride.data(), dtype, like.device_type,
+                                 like.device_index, &handle),
         "allocating a tensor");
   return Tensor(handle);
 }
@@ -192,7 +193,8 @@ Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Te
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
                                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                                            const std::vector<int64_t>& dilation, const std::vector<bool>& output_mask) {
+                                            const std::vector<int64_t>& dilation,
+                                            const std::vector<bool>& output_mask) {
   const View x = view("input", input), w = view("weight", weight), dy = view("grad_output", grad_output);
   const Dtype dtype = dtype_of(x);
   same_device_and_dtype(x, w);
@@ -201,7 +203,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   if (dy.sizes() != g.output_size())
     fail("depthconv: grad_output must have the output's size, ", show(g.output_size()), ", but got ", show(dy.sizes()));
   if (output_mask.size() != 3)
-    fail("depthconv: output_mask must have three values (input, weight, bias), but got ", static_cast<int64_t>(output_mask.size()));
+    fail("depthconv: output_mask must have three values (input, weight, bias), but got ",
+         static_cast<int64_t>(output_mask.size()));
   Tensor grad_input, grad_weight, grad_bias;
   BackwardArguments arguments;
   arguments.geometry = g;
@@ -274,8 +277,9 @@ std::string cpu_instruction_set() { return cpu::instruction_set(); }
 
 #ifndef DEPTHCONV_WITH_CUDA
 [[noreturn]] void no_cuda_kernels() {
-  fail("depthconv: input is on a CUDA device, but this is a CPU build of depthconv, without CUDA kernels. Rebuild where "
-       "nvcc is found (`python -m depthconv` shows how this build was made), or move the tensors to the CPU.");
+  fail(
+      "depthconv: input is on a CUDA device, but this is a CPU build of depthconv, without CUDA kernels. Rebuild where "
+      "nvcc is found (`python -m depthconv` shows how this build was made), or move the tensors to the CPU.");
 }
 Tensor missing_forward(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::vector<int64_t>&,
                        const std::vector<int64_t>&, const std::vector<int64_t>&) {
@@ -291,22 +295,23 @@ std::tuple<Tensor, Tensor, Tensor> missing_backward(const Tensor&, const Tensor&
 }  // namespace
 }  // namespace depthconv
 
-#define DEPTHCONV_FORWARD_SCHEMA                                                             \
+#define DEPTHCONV_FORWARD_SCHEMA                                                               \
   "(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, SymInt[2] padding=0, " \
   "SymInt[2] dilation=1) -> Tensor"
-#define DEPTHCONV_BACKWARD_SCHEMA                                                                             \
+#define DEPTHCONV_BACKWARD_SCHEMA                                                                               \
   "(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, " \
   "bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
 
-#define DEPTHCONV_PLAIN_FORWARD_SCHEMA                                                                            \
-  "(Tensor input, Tensor weight, Tensor? bias, int stride_h, int stride_w, int padding_h, int padding_w, "       \
+#define DEPTHCONV_PLAIN_FORWARD_SCHEMA                                                                     \
+  "(Tensor input, Tensor weight, Tensor? bias, int stride_h, int stride_w, int padding_h, int padding_w, " \
   "int dilation_h, int dilation_w) -> Tensor"
-#define DEPTHCONV_PLAIN_BACKWARD_SCHEMA                                                                           \
+#define DEPTHCONV_PLAIN_BACKWARD_SCHEMA                                                                          \
   "(Tensor grad_output, Tensor input, Tensor weight, int stride_h, int stride_w, int padding_h, int padding_w, " \
   "int dilation_h, int dilation_w, bool of_input, bool of_weight, bool of_bias) -> (Tensor, Tensor, Tensor)"
 
-// forward and backward are the public operators, which Python gives autograd, fake kernels and autocast. The underscored
-// twins never get any: they are what an eager call runs when it needs none of that, at a fraction of the host time.
+// forward and backward are the public operators, which Python gives autograd, fake kernels and autocast. The
+// underscored twins never get any: they are what an eager call runs when it needs none of that, at a fraction of the
+// host time.
 STABLE_TORCH_LIBRARY(depthconv, m) {
   m.def("forward" DEPTHCONV_FORWARD_SCHEMA);
   m.def("backward" DEPTHCONV_BACKWARD_SCHEMA);
@@ -324,10 +329,10 @@ STABLE_TORCH_LIBRARY_IMPL(depthconv, CompositeExplicitAutograd, m) {
     m.impl("forward", TORCH_BOX(&depthconv::forward_kernel));     \
     m.impl("backward", TORCH_BOX(&depthconv::backward_kernel));   \
   }
-#define DEPTHCONV_IMPLEMENT_PLAIN(key)                            \
-  STABLE_TORCH_LIBRARY_IMPL(depthconv, key, m) {                  \
-    m.impl("_forward", TORCH_BOX(&depthconv::plain_forward));     \
-    m.impl("_backward", TORCH_BOX(&depthconv::plain_backward));   \
+#define DEPTHCONV_IMPLEMENT_PLAIN(key)                          \
+  STABLE_TORCH_LIBRARY_IMPL(depthconv, key, m) {                \
+    m.impl("_forward", TORCH_BOX(&depthconv::plain_forward));   \
+    m.impl("_backward", TORCH_BOX(&depthconv::plain_backward)); \
   }
 
 DEPTHCONV_IMPLEMENT(CPU, forward, backward)

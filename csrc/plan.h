@@ -24,14 +24,14 @@ struct FastDivisor {
 // columns (a column is one vector wide) of `block_lines` lines. Lines are numbered tile first, then plane.
 // Tiles interleave: a tile holds `rows` rows that lie `row_step` apart, so that dilated taps meet within one tile.
 struct Tiling {
-  int rows = 1;          // rows a thread
-  int row_step = 1;      // distance between them
-  int cols = 1;          // vectors in a row
-  int tiles = 1;         // tiles a plane
-  int64_t lines = 0;     // tiles * planes
+  int rows = 1;       // rows a thread
+  int row_step = 1;   // distance between them
+  int cols = 1;       // vectors in a row
+  int tiles = 1;      // tiles a plane
+  int64_t lines = 0;  // tiles * planes
   int block_cols = 1, block_lines = 1;
-  int col_groups = 1;    // blocks along a row
-  int64_t blocks = 0;    // col_groups * ceil(lines / block_lines)
+  int col_groups = 1;  // blocks along a row
+  int64_t blocks = 0;  // col_groups * ceil(lines / block_lines)
 };
 
 constexpr int64_t index_limit = int64_t{1} << 30;  // 32-bit arithmetic, with room to add two of them
@@ -59,10 +59,10 @@ constexpr const char* rows = "rows";                    // a register tile; vect
 constexpr const char* march = "march";                  // down the rows through a queue; vectors along the width
 constexpr const char* channels_last = "channels_last";  // a register tile; vectors along the channels, or scalars
 constexpr const char* march_channels_last = "march_channels_last";
-constexpr const char* flat = "flat";                    // planes as runs of memory, through shared memory
+constexpr const char* flat = "flat";  // planes as runs of memory, through shared memory
 constexpr const char* one_pass_flat = "one_pass_flat";
-constexpr const char* plain = "plain";                  // one element a thread, 64-bit indices
-constexpr const char* one_pass = "one_pass";            // a register tile
+constexpr const char* plain = "plain";        // one element a thread, 64-bit indices
+constexpr const char* one_pass = "one_pass";  // a register tile
 constexpr const char* one_pass_march = "one_pass_march";
 constexpr const char* one_pass_channels_last = "one_pass_channels_last";
 constexpr const char* weight_gradient = "weight_gradient";
@@ -93,8 +93,8 @@ struct FlatPlan {
   int64_t images = 1, planes = 1;  // planes an image
   int planes_a_block = 1, rows_a_block = 1;
   int64_t plane_groups = 1, row_groups = 1;
-  int tiles = 1;                   // of a slab's plane
-  int splits = 1;                  // backward: blocks that share the images
+  int tiles = 1;   // of a slab's plane
+  int splits = 1;  // backward: blocks that share the images
   int stage_elements = 0;
   unsigned shared_bytes = 0;
   int64_t blocks = 1;
@@ -108,9 +108,9 @@ struct ForwardPlan {
   int taps = 0;          // taps compiled in, 0: any number, in chunks
   int step = 1;          // input rows (in units of the dilation) between a thread's output rows
   int threads = 256;
-  bool march = false;    // down the rows of a tile through a queue, rather than a tile of registers
+  bool march = false;  // down the rows of a tile through a queue, rather than a tile of registers
   FlatPlan flat;
-  int64_t images = 1;    // of the batch, a launch
+  int64_t images = 1;  // of the batch, a launch
   Tiling tiling;
 };
 
@@ -160,8 +160,8 @@ inline Convolution grad_input_as_convolution(const BackwardArguments& a) {
 }
 
 inline bool fits_32_bits(const Convolution& c) {
-  const int64_t values[] = {c.N,        c.C_out,      c.fold,      c.H,          c.W,        c.H_out,
-                            c.W_out,    c.stride.h,   c.stride.w,  c.K,          c.dilation.h};
+  const int64_t values[] = {c.N,     c.C_out,    c.fold,     c.H, c.W,         c.H_out,
+                            c.W_out, c.stride.h, c.stride.w, c.K, c.dilation.h};
   for (int64_t value : values)
     if (value >= index_limit) return false;
   // Row indices run a tile and a chunk of taps past the last row.
@@ -183,8 +183,8 @@ inline bool channels_aligned(const Operand& operand, int width, int size) {
          reinterpret_cast<uintptr_t>(operand.data) % (static_cast<uintptr_t>(width) * size) == 0;
 }
 
-// Taps that have a register-tile kernel of their own; the rest run in chunks of 8, 4, 2 and 1. Vectors of half types and
-// channels_last march instead, and float64 is not worth the code.
+// Taps that have a register-tile kernel of their own; the rest run in chunks of 8, 4, 2 and 1. Vectors of half types
+// and channels_last march instead, and float64 is not worth the code.
 constexpr bool has_tile_taps(int size, int vector_width, bool channels_last) {
   return vector_width == 1 ? size < 8 : size == 4 && !channels_last;
 }
@@ -207,8 +207,7 @@ constexpr int forward_threads(int vector_width, int taps, int rows, bool channel
 }
 
 // Kernels that march down a column: taps compiled in, rows of a tile chosen at run time.
-#define DEPTHCONV_MARCH_TAPS(X) \
-  X(3) X(5) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(23) X(31)
+#define DEPTHCONV_MARCH_TAPS(X) X(3) X(5) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(23) X(31)
 constexpr int march_threads = 128;
 constexpr int march_depth = 8;  // rows in flight a thread, one of them in use
 
@@ -255,8 +254,7 @@ inline int march_rows(int64_t height, int64_t columns, int64_t resident) {
   return static_cast<int>(ceil_div(height, ceil_div(height, rows)));
 }
 
-#define DEPTHCONV_FLAT_TAPS(X) \
-  X(3) X(4) X(5) X(6) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(23) X(31)
+#define DEPTHCONV_FLAT_TAPS(X) X(3) X(4) X(5) X(6) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(23) X(31)
 inline bool flat_taps(int64_t K) {
   switch (K) {
 #define DEPTHCONV_CASE(taps) case taps:
@@ -270,7 +268,7 @@ constexpr int flat_rows = 7;  // a thread; odd, and a divisor of the planes that
 constexpr int flat_threads = 256;
 // Taps of the flat backward: with more, a thread's sums leave it too few registers for four blocks a multiprocessor.
 constexpr int flat_backward_most(int size) { return size == 4 ? 6 : 5; }
-constexpr int flat_plane = 2048;       // elements of a plane that is worth staging
+constexpr int flat_plane = 2048;  // elements of a plane that is worth staging
 
 // Rows without a gap: the plane is one run of memory.
 inline bool is_flat(const Operand& operand, int64_t height, int64_t width) {
@@ -329,20 +327,23 @@ inline FlatPlan plan_flat_forward(const Convolution& c, int multiprocessors) {
     return {};
   // Small planes with few taps are over before a block has staged anything (NOTES.md).
   if (c.W > 1 && c.K <= 11 && c.H_out * c.W < flat_plane) return {};
-  const bool joined = c.multiplier == 1 && (c.C_out == 1 || (c.input.stride.c == c.H * c.W && c.output.stride.c == c.H_out * c.W));
-  const bool one_run = joined && (c.N == 1 || (c.input.stride.n == c.C_out * c.H * c.W && c.output.stride.n == c.C_out * c.H_out * c.W));
+  const bool joined =
+      c.multiplier == 1 && (c.C_out == 1 || (c.input.stride.c == c.H * c.W && c.output.stride.c == c.H_out * c.W));
+  const bool one_run =
+      joined && (c.N == 1 || (c.input.stride.n == c.C_out * c.H * c.W && c.output.stride.n == c.C_out * c.H_out * c.W));
   return flat_slabs(one_run ? 1 : c.N, one_run ? c.N * c.C_out : c.C_out, joined, c.H_out, c.H, c.W, c.K, c.dilation.h,
                     element_size(c.dtype), 0, int64_t{multiprocessors} * 4);
 }
 
 inline FlatPlan plan_flat_backward(const BackwardArguments& a, int multiprocessors) {
   const Geometry& g = a.geometry;
-  if (g.padding.w != 0 || element_size(a.dtype) == 8 || g.K > flat_backward_most(element_size(a.dtype)) || !flat_taps(g.K) ||
-      !is_flat(a.input, g.H, g.W) || !is_flat(a.grad_output, g.H_out, g.W) || !is_flat(a.grad_input, g.H, g.W) ||
-      (g.W > 1 && g.H * g.W < flat_plane))
+  if (g.padding.w != 0 || element_size(a.dtype) == 8 || g.K > flat_backward_most(element_size(a.dtype)) ||
+      !flat_taps(g.K) || !is_flat(a.input, g.H, g.W) || !is_flat(a.grad_output, g.H_out, g.W) ||
+      !is_flat(a.grad_input, g.H, g.W) || (g.W > 1 && g.H * g.W < flat_plane))
     return {};
   const bool joined = g.C == 1 || (a.input.stride.c == g.H * g.W && a.grad_output.stride.c == g.H_out * g.W);
-  FlatPlan f = flat_slabs(g.N, g.C, joined, g.H, g.H_out, g.W, g.K, g.dilation.h, element_size(a.dtype), flat_threads, 1);
+  FlatPlan f =
+      flat_slabs(g.N, g.C, joined, g.H, g.H_out, g.W, g.K, g.dilation.h, element_size(a.dtype), flat_threads, 1);
   if (!f.use) return f;
   const int64_t places = f.plane_groups * f.row_groups;
   const int64_t wanted = ceil_div(int64_t{multiprocessors} * 8, places);
@@ -363,8 +364,8 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
   const int size = element_size(c.dtype);
   const bool channels_inner = c.output.stride.c == 1 && c.C_out > 1 && !(c.output.stride.w == 1 && c.W_out > 1);
   const int64_t divisor = std::gcd(c.stride.h, c.dilation.h);
-  const int64_t step = c.stride.h / divisor;       // see Tiling: rows of a tile lie dilation / gcd apart, so that
-  const int64_t row_step = c.dilation.h / divisor; // output row i of a tile reads input rows (i * step + k) * dilation
+  const int64_t step = c.stride.h / divisor;        // see Tiling: rows of a tile lie dilation / gcd apart, so that
+  const int64_t row_step = c.dilation.h / divisor;  // output row i of a tile reads input rows (i * step + k) * dilation
   int64_t cols = c.W_out, planes = c.N * c.C_out;
   if (channels_inner) {
     plan.kernel = kernel_name::channels_last;
@@ -402,7 +403,8 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
       plan.taps = static_cast<int>(c.K);
       plan.threads = flat_threads;
       plan.images = c.N;
-      plan.reason = "planes without gaps, rows off 16-byte boundaries: whole runs in 16-byte words through shared memory";
+      plan.reason =
+          "planes without gaps, rows off 16-byte boundaries: whole runs in 16-byte words through shared memory";
       return plan;
     }
   }
@@ -436,8 +438,7 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
     plan.threads = forward_threads(plan.vector_width, plan.taps, rows, plan.channels_last);
   }
   plan.step = rows == 1 ? 1 : static_cast<int>(step);
-  plan.tiling =
-      make_tiling(planes, c.H_out, cols, rows, rows == 1 ? 1 : static_cast<int>(row_step), plan.threads);
+  plan.tiling = make_tiling(planes, c.H_out, cols, rows, rows == 1 ? 1 : static_cast<int>(row_step), plan.threads);
   // Lines and blocks are counted in 32 bits: a batch that has more goes in several launches.
   const int64_t an_image = std::max(plan.tiling.lines, plan.tiling.blocks) / c.N + 1;
   if (an_image >= index_limit) return plain("a single image has more rows than 32 bits count");
@@ -461,22 +462,22 @@ struct ReductionPlan {
   int tap_chunks = 1;  // blocks along the taps
   int channel_groups = 1;
   int splits = 1;
-  Tiling tiling;       // of one channel; channels_last: lines are (w, tile, n)
+  Tiling tiling;  // of one channel; channels_last: lines are (w, tile, n)
 };
 
 struct BackwardPlan {
-  bool plain = false;                // everything by the plain kernels
+  bool plain = false;  // everything by the plain kernels
   int plain_splits = 1;
   const char* reason = "";
-  bool one_pass = false;             // grad_input, grad_weight (and grad_bias) by one kernel
-  bool input_by_forward = false;     // grad_input by a forward kernel
-  bool input_strided = false;        // grad_input by the strided gather
-  bool weight = false;               // grad_weight or grad_bias by the weight_gradient kernel
+  bool one_pass = false;          // grad_input, grad_weight (and grad_bias) by one kernel
+  bool input_by_forward = false;  // grad_input by a forward kernel
+  bool input_strided = false;     // grad_input by the strided gather
+  bool weight = false;            // grad_weight or grad_bias by the weight_gradient kernel
   bool bias_in_one_pass = false;
   int strided_vector_width = 1;
   ReductionPlan one_pass_plan, weight_plan;
   ForwardPlan input_plan;
-  int64_t workspace = 0;             // doubles
+  int64_t workspace = 0;  // doubles
 };
 
 // Rows of x that a thread of one_pass holds beside their gradients.
@@ -539,7 +540,8 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
     plan.plain = true;
     plan.one_pass = plan.input_by_forward = plan.input_strided = false;
     plan.reason = "an extent, or the elements of a channel or an image, need 64-bit indices";
-    plan.plain_splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(256, index_limit / (g.C_out() * (g.K + 1)))));
+    plan.plain_splits =
+        static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(256, index_limit / (g.C_out() * (g.K + 1)))));
     if (want_weight || want_bias) plan.workspace = g.C_out() * (g.K + 1) * plan.plain_splits;
     return plan;
   }
@@ -550,8 +552,8 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
     ReductionPlan& p = plan.one_pass_plan;
     p.channels_last = reads_channels_last(a.input, g.C, g.W) && reads_channels_last(a.grad_output, g.C, g.W_out);
     p.kernel = p.channels_last ? kernel_name::one_pass_channels_last : kernel_name::one_pass;
-    const bool vectors = !p.channels_last && flush_width && aligned(a.input) && aligned(a.grad_output) &&
-                         aligned(a.grad_input);
+    const bool vectors =
+        !p.channels_last && flush_width && aligned(a.input) && aligned(a.grad_output) && aligned(a.grad_input);
     p.vector_width = vectors ? width : 1;
     p.reason = p.channels_last ? "stride 1, channels_last: one pass, one channel a thread"
                : vectors       ? "stride 1, rows on 16 bytes: one pass, 16-byte vectors along the width"
@@ -565,13 +567,15 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
       p.taps = static_cast<int>(g.K);
       p.threads = flat_threads;
       p.splits = static_cast<int>(p.flat.splits * p.flat.row_groups);
-      p.reason = "stride 1, planes without gaps, rows off 16-byte boundaries: one pass over whole runs in shared memory";
+      p.reason =
+          "stride 1, planes without gaps, rows off 16-byte boundaries: one pass over whole runs in shared memory";
     } else if (!p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K)) {
       p.march = true;
       p.kernel = kernel_name::one_pass_march;
       p.taps = static_cast<int>(g.K);
       if (vectors) p.vector_width = march_backward_width(size, g.K);
-      const int64_t resident = int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps);
+      const int64_t resident =
+          int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps);
       const int rows = march_rows(ceil_div(g.H, row_step), g.N * g.C * g.W / p.vector_width * row_step, resident);
       p.tiling = reduction_tiling(false, g.N, g.H, g.W, p.vector_width, rows, static_cast<int>(row_step));
       split_channels(p, g.C, multiprocessors);
@@ -582,8 +586,8 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
       split_channels(p, g.C, multiprocessors);
     }
     // Each grad_output row must lie in the window of some input row for its sum to be made on the way.
-    plan.bias_in_one_pass = want_bias && g.padding.w == 0 && g.padding.h <= g.dilation.h * (g.K - 1) &&
-                            g.H >= g.dilation.h;
+    plan.bias_in_one_pass =
+        want_bias && g.padding.w == 0 && g.padding.h <= g.dilation.h * (g.K - 1) && g.H >= g.dilation.h;
     plan.workspace += g.C * (g.K + 1) * p.splits;
   } else if (plan.input_strided) {
     plan.strided_vector_width = flush_width && aligned(a.grad_output) && aligned(a.grad_input) ? width : 1;
@@ -618,7 +622,8 @@ namespace cuda {
 int multiprocessors(int device);
 // Launch on `stream` (a cudaStream_t) of `device` and return without waiting: null, or what went wrong.
 const char* forward(const ForwardArguments& arguments, int device, void* stream);
-const char* backward(const BackwardArguments& arguments, const BackwardPlan& plan, double* workspace, int device, void* stream);
+const char* backward(const BackwardArguments& arguments, const BackwardPlan& plan, double* workspace, int device,
+                     void* stream);
 }  // namespace cuda
 
 }  // namespace depthconv

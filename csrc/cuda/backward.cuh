@@ -1,7 +1,8 @@
 // Backward kernels. Every sum over a channel is made without atomics, in an order that depends on sizes alone:
 //   1. a thread sums the products of one tile of rows in registers;
 //   2. adds that to its running sum of the tap in shared memory, with compensation (Kahan), tile after tile;
-//   3. a warp adds the block's threads in float64, lane by lane and then across lanes, into one partial a tap and block;
+//   3. a warp adds the block's threads in float64, lane by lane and then across lanes, into one partial a tap and
+//   block;
 //   4. `reduce_kernel` adds a tap's partials in float64, lane by lane and then across lanes.
 #pragma once
 
@@ -13,15 +14,15 @@
 namespace depthconv::cuda {
 
 struct BackwardParameters {
-  DeviceTiling tiling;        // of one channel: of the input planes in one_pass, of the output planes in weight_gradient
-  FastDivisor width;          // channels_last: lines are (w, tile, n)
+  DeviceTiling tiling;  // of one channel: of the input planes in one_pass, of the output planes in weight_gradient
+  FastDivisor width;    // channels_last: lines are (w, tile, n)
   const void *grad_output, *input, *weight;
   void* grad_input;
-  double* partial;            // [filter][K + 1][splits]; the last row is the bias
+  double* partial;  // [filter][K + 1][splits]; the last row is the bias
   Strides grad_output_stride, input_stride, grad_input_stride;
   int64_t weight_filter, weight_tap;
-  int channels, multiplier;   // channels: that the grid covers (C, or C_out)
-  int taps, first_tap_step;   // K; taps a block of weight_gradient sums
+  int channels, multiplier;  // channels: that the grid covers (C, or C_out)
+  int taps, first_tap_step;  // K; taps a block of weight_gradient sums
   int splits, tap_chunks, rows;
   int N, H, W, H_out, W_out;
   int stride_h, stride_w, padding_h, padding_w, dilation_h;
@@ -57,8 +58,8 @@ struct TapSums {
 
 // Step 3. Rows: all threads of a block share a channel. channels_last: threads with the same lane do.
 template <typename A, bool ChannelsLast>
-__device__ __forceinline__ void store_partials(const BackwardParameters& p, const TapSums<A>& sums, int group, int split,
-                                               int first_tap, int taps, bool with_bias) {
+__device__ __forceinline__ void store_partials(const BackwardParameters& p, const TapSums<A>& sums, int group,
+                                               int split, int first_tap, int taps, bool with_bias) {
   __syncthreads();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   for (int slot = warp; slot < taps + (with_bias ? 1 : 0); slot += warps) {
@@ -84,8 +85,8 @@ struct Turn {
 };
 
 template <bool ChannelsLast>
-__device__ __forceinline__ bool find_turn(const BackwardParameters& p, unsigned turn, unsigned tx, unsigned ty, int rows,
-                                          Turn& at) {
+__device__ __forceinline__ bool find_turn(const BackwardParameters& p, unsigned turn, unsigned tx, unsigned ty,
+                                          int rows, Turn& at) {
   unsigned group_col, tile;
   const unsigned group_line = divide(turn, p.tiling.col_groups, group_col);
   unsigned line = group_line * p.tiling.block_lines + ty;
@@ -103,9 +104,9 @@ __device__ __forceinline__ bool find_turn(const BackwardParameters& p, unsigned 
 // One chunk of taps of a tile in one_pass: streams the grad_output rows that x rows 0..Rows-1 meet through these taps.
 // grad_output row j (counted from the window's start) meets x row t with tap t + Taps - 1 - j.
 template <int Taps, int Rows, typename T, int V>
-__device__ __forceinline__ void pass_taps(accumulate_t<T> (&grad_input)[Rows][V], const Pack<T, V> (&x)[Rows], int x_rows,
-                                          const T* row, int64_t pitch, int first, int step, int height, const T* weight,
-                                          int64_t weight_tap, TapSums<accumulate_t<T>>& sums, int slot,
+__device__ __forceinline__ void pass_taps(accumulate_t<T> (&grad_input)[Rows][V], const Pack<T, V> (&x)[Rows],
+                                          int x_rows, const T* row, int64_t pitch, int first, int step, int height,
+                                          const T* weight, int64_t weight_tap, TapSums<accumulate_t<T>>& sums, int slot,
                                           int bias_from, accumulate_t<T>& bias) {
   using A = accumulate_t<T>;
   constexpr int window = Rows + Taps - 1;
@@ -166,9 +167,10 @@ __device__ __forceinline__ void pass_taps(accumulate_t<T> (&grad_input)[Rows][V]
 // grad_input, grad_weight and grad_bias for stride 1 in one pass: input row i needs exactly the grad_output window
 // i + p - k * d for both sums.
 //
-// A thread owns one column of Rows input rows at a time: x in registers, the grad_output window streamed past it. A block
-// keeps one channel (channels_last: 32 of them, one a lane) and walks every splits-th turn of the channel's lines.
-// Bytes: x and grad_output read once, grad_input written once; (Taps - 1) / Rows of grad_output again from L1 or L2.
+// A thread owns one column of Rows input rows at a time: x in registers, the grad_output window streamed past it. A
+// block keeps one channel (channels_last: 32 of them, one a lane) and walks every splits-th turn of the channel's
+// lines. Bytes: x and grad_output read once, grad_input written once; (Taps - 1) / Rows of grad_output again from L1 or
+// L2.
 template <typename T, int V, int Taps, int Rows, bool ChannelsLast>
 __global__ void __launch_bounds__(reduction_threads, 3) one_pass_kernel(const __grid_constant__ BackwardParameters p) {
   using A = accumulate_t<T>;
@@ -180,7 +182,8 @@ __global__ void __launch_bounds__(reduction_threads, 3) one_pass_kernel(const __
   unsigned tx;
   const unsigned ty = divide(threadIdx.x, p.tiling.block_cols, tx);
   const unsigned channel = ChannelsLast ? group * 32 + tx : group;
-  const unsigned turns = p.tiling.col_groups.divisor * ((p.tiling.lines + p.tiling.block_lines - 1) / p.tiling.block_lines);
+  const unsigned turns =
+      p.tiling.col_groups.divisor * ((p.tiling.lines + p.tiling.block_lines - 1) / p.tiling.block_lines);
   if (channel < p.channels) {
     const T* weight = static_cast<const T*>(p.weight) + channel * p.weight_filter;
     for (unsigned turn = split; turn < turns; turn += p.splits) {
@@ -246,8 +249,8 @@ __global__ void __launch_bounds__(reduction_threads, 3) one_pass_kernel(const __
 
 // One chunk of taps of a tile in weight_gradient: streams the x rows that grad_output rows 0..Rows-1 read.
 template <int Taps, int Rows, typename T, int V>
-__device__ __forceinline__ void meet_taps(const Pack<T, V> (&dy)[Rows], int dy_rows, const T* row, int64_t pitch, int first,
-                                          int step, int height, TapSums<accumulate_t<T>>& sums, int slot) {
+__device__ __forceinline__ void meet_taps(const Pack<T, V> (&dy)[Rows], int dy_rows, const T* row, int64_t pitch,
+                                          int first, int step, int height, TapSums<accumulate_t<T>>& sums, int slot) {
   using A = accumulate_t<T>;
   constexpr int window = Rows + Taps - 1;
   A grad_weight[Taps];
@@ -275,7 +278,8 @@ __device__ __forceinline__ void meet_taps(const Pack<T, V> (&dy)[Rows], int dy_r
 // block keeps one channel (channels_last: 32, one a lane) and one chunk of taps.
 // Bytes: grad_output once a chunk of taps, x once, and (Taps - 1) / Rows of x again from L1 or L2.
 template <typename T, int V, int Rows, bool ChannelsLast>
-__global__ void __launch_bounds__(reduction_threads, 4) weight_gradient_kernel(const __grid_constant__ BackwardParameters p) {
+__global__ void __launch_bounds__(reduction_threads, 4)
+    weight_gradient_kernel(const __grid_constant__ BackwardParameters p) {
   using A = accumulate_t<T>;
   extern __shared__ double shared[];
   TapSums<A> sums{reinterpret_cast<A*>(shared), reduction_threads};
@@ -288,7 +292,8 @@ __global__ void __launch_bounds__(reduction_threads, 4) weight_gradient_kernel(c
   unsigned tx;
   const unsigned ty = divide(threadIdx.x, p.tiling.block_cols, tx);
   const unsigned channel = ChannelsLast ? group * 32 + tx : group;
-  const unsigned turns = p.tiling.col_groups.divisor * ((p.tiling.lines + p.tiling.block_lines - 1) / p.tiling.block_lines);
+  const unsigned turns =
+      p.tiling.col_groups.divisor * ((p.tiling.lines + p.tiling.block_lines - 1) / p.tiling.block_lines);
   if (channel < p.channels) {
     for (unsigned turn = split; turn < turns; turn += p.splits) {
       Turn at;
@@ -296,7 +301,8 @@ __global__ void __launch_bounds__(reduction_threads, 4) weight_gradient_kernel(c
       const int row_step = static_cast<int>(p.tiling.row_step.divisor);
       const unsigned col = at.col * V;
       const T* dy_row = static_cast<const T*>(p.grad_output) + at.n * p.grad_output_stride.n +
-                        channel * p.grad_output_stride.c + at.row * p.grad_output_stride.h + col * p.grad_output_stride.w;
+                        channel * p.grad_output_stride.c + at.row * p.grad_output_stride.h +
+                        col * p.grad_output_stride.w;
       Pack<T, V> dy[Rows];
       const int left = (p.H_out - at.row + row_step - 1) / row_step;
       const int dy_rows = left < Rows ? left : Rows;
@@ -319,7 +325,8 @@ __global__ void __launch_bounds__(reduction_threads, 4) weight_gradient_kernel(c
       auto meet = [&](auto count, int k0) {
         constexpr int n = decltype(count)::value;
         const int first = at.row * p.stride_h - p.padding_h + (first_tap + k0) * p.dilation_h;
-        meet_taps<n, Rows, T, V>(dy, dy_rows, x_column + first * p.input_stride.h, pitch, first, p.dilation_h, p.H, sums, k0);
+        meet_taps<n, Rows, T, V>(dy, dy_rows, x_column + first * p.input_stride.h, pitch, first, p.dilation_h, p.H,
+                                 sums, k0);
       };
       int k0 = 0;
       for (; k0 + 8 <= taps; k0 += 8) meet(std::integral_constant<int, 8>{}, k0);
@@ -334,8 +341,8 @@ __global__ void __launch_bounds__(reduction_threads, 4) weight_gradient_kernel(c
 // grad_input for a stride above 1: row i gathers grad_output row (i + p - k * d) / s over the taps that divide evenly.
 // Those taps lie s / gcd(s, d) apart and their rows d / gcd(s, d); the first is found once a row.
 //
-// A thread owns one column (V elements side by side) of gather_rows input rows. Bytes: grad_output K / s times, mostly from
-// L1, grad_input written once.
+// A thread owns one column (V elements side by side) of gather_rows input rows. Bytes: grad_output K / s times, mostly
+// from L1, grad_input written once.
 struct GatherParameters {
   FastDivisor cols, tiles, channels, stride_h, stride_w, divisor;  // divisor: gcd(stride_h, dilation_h)
   const void *grad_output, *weight;
@@ -361,7 +368,8 @@ __global__ void __launch_bounds__(256, 4) strided_input_gradient_kernel(const __
   unsigned off_w, off, step, unused;
   const int wo = static_cast<int>(divide(col + p.padding_w, p.stride_w, off_w));
   const bool column = off_w == 0 && wo < p.W_out;
-  const int stride = p.stride_h.divisor, tap_step = stride / p.divisor.divisor, row_step = p.dilation_h / p.divisor.divisor;
+  const int stride = p.stride_h.divisor, tap_step = stride / p.divisor.divisor,
+            row_step = p.dilation_h / p.divisor.divisor;
   divide(p.dilation_h, p.stride_h, step);
   int i = static_cast<int>(tile) * gather_rows;
   int top = static_cast<int>(divide(i + p.padding_h, p.stride_h, off));

@@ -3,8 +3,8 @@
 
 namespace depthconv::cuda {
 
-#define DEPTHCONV_ELSEWHERE(T)                                                                             \
-  extern template const char* launch_forward<T>(const Convolution&, const ForwardPlan&, cudaStream_t);      \
+#define DEPTHCONV_ELSEWHERE(T)                                                                         \
+  extern template const char* launch_forward<T>(const Convolution&, const ForwardPlan&, cudaStream_t); \
   extern template const char* launch_backward<T>(const BackwardArguments&, const BackwardPlan&, double*, cudaStream_t)
 DEPTHCONV_ELSEWHERE(float);
 DEPTHCONV_ELSEWHERE(double);

@@ -1,10 +1,10 @@
-// Kernels for planes whose rows follow each other without a gap (stride 1, no width padding), at any width and alignment:
-// odd widths, small planes, W = 1. A plane is one run of memory, so a block copies what it needs into shared memory in
-// 16-byte words, computes from there, and writes runs back in words.
+// Kernels for planes whose rows follow each other without a gap (stride 1, no width padding), at any width and
+// alignment: odd widths, small planes, W = 1. A plane is one run of memory, so a block copies what it needs into shared
+// memory in 16-byte words, computes from there, and writes runs back in words.
 //
-// A block owns a slab: some rows of one plane, or several whole planes that follow each other. A thread owns one column of
-// flat_rows rows at a time, an odd number, so that columns a tile apart fall on different banks.
-// Bytes: x and y (grad_output, x and grad_input in the backward) once, halo rows again from L2.
+// A block owns a slab: some rows of one plane, or several whole planes that follow each other. A thread owns one column
+// of flat_rows rows at a time, an odd number, so that columns a tile apart fall on different banks. Bytes: x and y
+// (grad_output, x and grad_input in the backward) once, halo rows again from L2.
 #pragma once
 
 #include "backward.cuh"
@@ -18,8 +18,8 @@ struct FlatParameters {
   const void *input, *weight, *bias, *grad_output;
   void *output, *grad_input;
   double* partial;
-  int64_t input_n, input_c, output_n, output_c;             // forward: strides between planes
-  int64_t grad_output_n, grad_output_c, grad_input_n;       // backward: grad_input is contiguous within an image
+  int64_t input_n, input_c, output_n, output_c;        // forward: strides between planes
+  int64_t grad_output_n, grad_output_c, grad_input_n;  // backward: grad_input is contiguous within an image
   int64_t weight_filter, weight_tap, bias_step;
   int images, planes, planes_a_block, rows_a_block;
   int H, H_out, padding, dilation, taps;
@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(flat_threads) flat_forward_kernel(const __grid
   T* y = x + p.stage_elements;
   const Slab slab = find_slab(p, blockIdx.x, p.H_out);
   const int width = p.width.divisor, reach = (Taps - 1) * p.dilation;
-  const bool whole = p.planes_a_block > 1;  // planes follow each other, so each is staged from its first row to its last
+  const bool whole =
+      p.planes_a_block > 1;  // planes follow each other, so each is staged from its first row to its last
   const int top = whole ? 0 : max(0, slab.row - p.padding);
   const int x_rows = whole ? p.H : max(0, min(p.H, slab.row + slab.rows + reach - p.padding) - top);
   unsigned unused;
@@ -102,7 +103,8 @@ __global__ void __launch_bounds__(flat_threads) flat_forward_kernel(const __grid
     for (int j = 0; j < flat_rows + Taps - 1; ++j) {
       const int row = first + j * p.dilation;
       const A value = static_cast<unsigned>(row) < static_cast<unsigned>(p.H) && row < top + x_rows
-                          ? widen(x[base + j * p.dilation * width]) : A(0);
+                          ? widen(x[base + j * p.dilation * width])
+                          : A(0);
 #pragma unroll
       for (int i = 0; i < flat_rows; ++i)
         if (j - i >= 0 && j - i < Taps) sum[i][0] += w[j - i] * value;
@@ -128,11 +130,10 @@ struct RegisterSums {
   __device__ __forceinline__ void add(int slot, A term) { compensated_add(sum[slot], lost[slot], term); }
 };
 
-// grad_input, grad_weight and grad_bias in one pass. A block keeps its slab's place and walks every splits-th image, so a
-// thread's running sums stay with one channel; grad_input takes x's place in shared memory.
+// grad_input, grad_weight and grad_bias in one pass. A block keeps its slab's place and walks every splits-th image, so
+// a thread's running sums stay with one channel; grad_input takes x's place in shared memory.
 template <typename T, int Taps>
-__global__ void __launch_bounds__(flat_threads, 4)
-    flat_backward_kernel(const __grid_constant__ FlatParameters p) {
+__global__ void __launch_bounds__(flat_threads, 4) flat_backward_kernel(const __grid_constant__ FlatParameters p) {
   using A = accumulate_t<T>;
   extern __shared__ double shared_memory[];
   T* x = reinterpret_cast<T*>(shared_memory);
@@ -151,8 +152,8 @@ __global__ void __launch_bounds__(flat_threads, 4)
   for (unsigned image = split; image < p.images; image += p.splits) {
     const T* x_source = static_cast<const T*>(p.input) + image * p.input_n + slab.plane * p.input_c +
                         slab.row * static_cast<int64_t>(width);
-    const T* dy_source = static_cast<const T*>(p.grad_output) + image * p.grad_output_n +
-                         slab.plane * p.grad_output_c + top * static_cast<int64_t>(width);
+    const T* dy_source = static_cast<const T*>(p.grad_output) + image * p.grad_output_n + slab.plane * p.grad_output_c +
+                         top * static_cast<int64_t>(width);
     const int x_offset = word_offset(x_source), dy_offset = word_offset(dy_source);
     stage(x, x_source, count);
     stage(dy, dy_source, slab.planes * dy_rows * width);
@@ -237,8 +238,8 @@ FlatKernel pick_flat_forward(int64_t taps) {
   return nullptr;
 }
 #undef DEPTHCONV_CASE
-#define DEPTHCONV_CASE(K) \
-  case K:                                                                    \
+#define DEPTHCONV_CASE(K)                                                                \
+  case K:                                                                                \
     if constexpr (K <= flat_backward_most(sizeof(T))) return flat_backward_kernel<T, K>; \
     break;
 template <typename T>

@@ -13,7 +13,7 @@ namespace depthconv::cuda {
 
 struct ForwardParameters {
   DeviceTiling tiling;
-  FastDivisor channels;    // rows: output channels; channels_last: column vectors of one pixel
+  FastDivisor channels;  // rows: output channels; channels_last: column vectors of one pixel
   FastDivisor multiplier;
   const void *input, *weight, *bias;
   void* output;
@@ -31,7 +31,7 @@ struct InputColumn {
   int64_t row_pitch;  // elements between rows that neighbouring taps read
   int first, step;    // index of that row, and what a tap adds to it
   int height;
-  bool inside;        // the column lies in the input, not in the width padding
+  bool inside;  // the column lies in the input, not in the width padding
 };
 
 // What a thread computes: columns of `channel` (the first of V in channels_last) from output row `row` on.
@@ -135,7 +135,8 @@ constexpr int resident_blocks() {
 
 // Taps > 0: that many, compiled in. Taps == 0: any number, in chunks of 8, 4, 2 and 1, over `fold` input channels.
 template <typename T, int V, int Taps, int Rows, int Step, bool ChannelsLast>
-__global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast), resident_blocks<T, V, Taps, Rows, ChannelsLast>())
+__global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast),
+                                  resident_blocks<T, V, Taps, Rows, ChannelsLast>())
     forward_kernel(const __grid_constant__ ForwardParameters p) {
   using A = accumulate_t<T>;
   ForwardPlace at;

@@ -21,8 +21,12 @@ struct DeviceTiling {
 
   DeviceTiling() = default;
   explicit DeviceTiling(const Tiling& t)
-      : block_cols(t.block_cols), col_groups(t.col_groups), tiles(t.tiles), row_step(t.row_step),
-        cols(static_cast<unsigned>(t.cols)), lines(static_cast<unsigned>(t.lines)),
+      : block_cols(t.block_cols),
+        col_groups(t.col_groups),
+        tiles(t.tiles),
+        row_step(t.row_step),
+        cols(static_cast<unsigned>(t.cols)),
+        lines(static_cast<unsigned>(t.lines)),
         block_lines(static_cast<unsigned>(t.block_lines)) {}
 };
 

@@ -113,13 +113,13 @@ const char* launch_one_pass(const BackwardArguments& a, const ReductionPlan& r, 
 
 // Follows the plan. `workspace` has plan.workspace doubles. Returns null or the error's text.
 template <typename T>
-const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan, double* workspace, cudaStream_t stream) {
+const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan, double* workspace,
+                            cudaStream_t stream) {
   constexpr int vector = 16 / sizeof(T);
   const Geometry& g = a.geometry;
   if (plan.plain) return launch_plain_backward<T>(a, plan.plain_splits, workspace, stream);
   if (plan.input_by_forward) {
-    if (const char* error = launch_forward<T>(grad_input_as_convolution(a), plan.input_plan, stream))
-      return error;
+    if (const char* error = launch_forward<T>(grad_input_as_convolution(a), plan.input_plan, stream)) return error;
   }
   if (plan.input_strided) {
     GatherParameters p;
@@ -175,7 +175,7 @@ const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan
     p.width = FastDivisor(g.W_out);
     p.with_bias = a.grad_bias.data && !plan.bias_in_one_pass;
     const bool taps = a.grad_weight.data && !plan.one_pass;
-    const BackwardKernel kernel = r.channels_last         ? pick_weight_gradient<T, 1, true>(r.tiling.rows)
+    const BackwardKernel kernel = r.channels_last       ? pick_weight_gradient<T, 1, true>(r.tiling.rows)
                                   : r.vector_width == 1 ? pick_weight_gradient<T, 1, false>(r.tiling.rows)
                                                         : pick_weight_gradient<T, vector, false>(r.tiling.rows);
     const unsigned blocks = static_cast<unsigned>(int64_t{r.channel_groups} * r.splits * r.tap_chunks);

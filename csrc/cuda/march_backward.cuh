@@ -1,11 +1,11 @@
-// grad_input, grad_weight and grad_bias for stride 1 in one pass, marching: for taps that are compiled in and packs of 4, 8
-// or 16 bytes. Input row i needs exactly the grad_output rows i + p - k * d for both sums.
+// grad_input, grad_weight and grad_bias for stride 1 in one pass, marching: for taps that are compiled in and packs of
+// 4, 8 or 16 bytes. Input row i needs exactly the grad_output rows i + p - k * d for both sums.
 //
-// A thread owns one column (V elements side by side) of a tile of input rows and walks down it: the last Taps grad_output
-// rows lie in a ring of registers; x row i meets them all, giving one row of grad_input and one product a tap. Rows of
-// both tensors arrive through private queues in shared memory. A block keeps one channel and walks every splits-th turn of
-// its lines; sums are made as backward.cuh says.
-// Bytes: x and grad_output read once, grad_input written once; (Taps - 1) / rows of grad_output again from L2.
+// A thread owns one column (V elements side by side) of a tile of input rows and walks down it: the last Taps
+// grad_output rows lie in a ring of registers; x row i meets them all, giving one row of grad_input and one product a
+// tap. Rows of both tensors arrive through private queues in shared memory. A block keeps one channel and walks every
+// splits-th turn of its lines; sums are made as backward.cuh says. Bytes: x and grad_output read once, grad_input
+// written once; (Taps - 1) / rows of grad_output again from L2.
 #pragma once
 
 #include "backward.cuh"
@@ -35,12 +35,14 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
   sums.clear(Taps + 1);
   unsigned tx;
   const unsigned ty = divide(threadIdx.x, p.tiling.block_cols, tx);
-  const unsigned turns = p.tiling.col_groups.divisor * ((p.tiling.lines + p.tiling.block_lines - 1) / p.tiling.block_lines);
+  const unsigned turns =
+      p.tiling.col_groups.divisor * ((p.tiling.lines + p.tiling.block_lines - 1) / p.tiling.block_lines);
   const T* weight = static_cast<const T*>(p.weight) + channel * p.weight_filter;
   A w[Taps];
 #pragma unroll
   for (int k = 0; k < Taps; ++k) w[k] = widen(__ldg(weight + k * p.weight_tap));
-  const int row_step = static_cast<int>(p.tiling.row_step.divisor);  // the dilation: both tensors' rows lie so far apart
+  const int row_step =
+      static_cast<int>(p.tiling.row_step.divisor);  // the dilation: both tensors' rows lie so far apart
   const int64_t x_pitch = row_step * p.input_stride.h, dy_pitch = row_step * p.grad_output_stride.h;
   const int64_t dx_pitch = row_step * p.grad_input_stride.h;
 
@@ -53,8 +55,9 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
     const int steps = rows + Taps - 1;
     // Step u brings grad_output row first + u * d, and from step Taps - 1 on x row at.row + (u - Taps + 1) * d.
     const int first = at.row + p.padding_h - row_step * (Taps - 1);
-    const T* dy = static_cast<const T*>(p.grad_output) + at.n * p.grad_output_stride.n + channel * p.grad_output_stride.c +
-                  first * p.grad_output_stride.h + (col + p.padding_w) * p.grad_output_stride.w;
+    const T* dy = static_cast<const T*>(p.grad_output) + at.n * p.grad_output_stride.n +
+                  channel * p.grad_output_stride.c + first * p.grad_output_stride.h +
+                  (col + p.padding_w) * p.grad_output_stride.w;
     const T* x = static_cast<const T*>(p.input) + at.n * p.input_stride.n + channel * p.input_stride.c +
                  at.row * p.input_stride.h + col * p.input_stride.w;
     T* dx = static_cast<T*>(p.grad_input) + at.n * p.grad_input_stride.n + channel * p.grad_input_stride.c +
@@ -139,10 +142,10 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
 template <typename T, int V>
 BackwardKernel pick_march_backward(int taps) {
   switch (taps) {
-#define DEPTHCONV_CASE(K) \
-  case K:                                                            \
+#define DEPTHCONV_CASE(K)                                                                          \
+  case K:                                                                                          \
     if constexpr (K <= march_backward_most && (V == 1 || V == march_backward_width(sizeof(T), K))) \
-      return march_backward_kernel<T, V, K>;                         \
+      return march_backward_kernel<T, V, K>;                                                       \
     break;
     DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)
 #undef DEPTHCONV_CASE

@@ -1,10 +1,9 @@
 // The forward kernel that marches: for taps that are compiled in and vectors.
 //
-// A thread owns one column (V elements side by side) of a tile of rows, tall enough that the halo hardly counts, and walks
-// down it with the last Taps input rows in a ring of registers: each new row completes the sums of one output row. Rows
-// arrive through a private queue in shared memory, `depth` in flight.
-// A warp covers up to 32 neighbouring columns, a block stacks tiles. Bytes: x once and y once, and (Taps - 1) / rows of x
-// again from L2.
+// A thread owns one column (V elements side by side) of a tile of rows, tall enough that the halo hardly counts, and
+// walks down it with the last Taps input rows in a ring of registers: each new row completes the sums of one output
+// row. Rows arrive through a private queue in shared memory, `depth` in flight. A warp covers up to 32 neighbouring
+// columns, a block stacks tiles. Bytes: x once and y once, and (Taps - 1) / rows of x again from L2.
 #pragma once
 
 #include "forward.cuh"
@@ -79,11 +78,11 @@ __global__ void __launch_bounds__(march_threads, march_blocks(sizeof(T), V, Taps
 template <typename T, int V, bool ChannelsLast>
 ForwardKernel pick_march_forward(int taps) {
   switch (taps) {
-#define DEPTHCONV_CASE(K) \
-  case K:                                                                    \
-    if constexpr (V == march_width(sizeof(T), K, ChannelsLast) &&            \
+#define DEPTHCONV_CASE(K)                                                            \
+  case K:                                                                            \
+    if constexpr (V == march_width(sizeof(T), K, ChannelsLast) &&                    \
                   !(K <= 11 && K != 9 && has_tile_taps(sizeof(T), V, ChannelsLast))) \
-      return march_forward_kernel<T, V, K, ChannelsLast>;                    \
+      return march_forward_kernel<T, V, K, ChannelsLast>;                            \
     break;
     DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)
 #undef DEPTHCONV_CASE

@@ -72,9 +72,9 @@ __global__ void plain_grad_input_kernel(const __grid_constant__ PlainParameters 
           const int64_t reach = h + p.padding.h - k * p.dilation.h;
           if (reach < 0 || reach % p.stride.h != 0 || reach / p.stride.h >= p.H_out) continue;
           const int64_t co = c * p.multiplier + q;
-          sum += widen(static_cast<const T*>(p.weight)[co * p.weight_filter + k * p.weight_tap]) *
-                 widen(static_cast<const T*>(
-                     p.grad_output)[offset(p.grad_output_stride, n, co, reach / p.stride.h, wo)]);
+          sum +=
+              widen(static_cast<const T*>(p.weight)[co * p.weight_filter + k * p.weight_tap]) *
+              widen(static_cast<const T*>(p.grad_output)[offset(p.grad_output_stride, n, co, reach / p.stride.h, wo)]);
         }
     static_cast<T*>(p.grad_input)[offset(p.grad_input_stride, n, c, h, w)] = narrow<T, A>(sum);
   }

@@ -1,5 +1,6 @@
-// A thread's private queue of rows in shared memory, filled by asynchronous copies: as many loads in flight as the queue is
-// deep, without a register for any of them and without a barrier, since a thread reads only what it copied itself.
+// A thread's private queue of rows in shared memory, filled by asynchronous copies: as many loads in flight as the
+// queue is deep, without a register for any of them and without a barrier, since a thread reads only what it copied
+// itself.
 #pragma once
 
 #include "vec.cuh"
@@ -17,7 +18,8 @@ class RowQueue {
   __device__ explicit RowQueue(void* shared, int threads)
       : slots_(static_cast<Pack<T, V>*>(shared) + threadIdx.x), threads_(threads) {}
 
-  // Starts copying a row's pack to place `index`, or zeros where the row is missing. One commit closes what belongs to a step.
+  // Starts copying a row's pack to place `index`, or zeros where the row is missing. One commit closes what belongs to
+  // a step.
   __device__ __forceinline__ void push(int index, const T* source, bool present) {
     Pack<T, V>* slot = slots_ + (index & (Depth - 1)) * threads_;
 #if __CUDA_ARCH__ >= 800

@@ -1,5 +1,5 @@
-// Contiguous runs of a tensor in shared memory: what a block needs is copied in whole 16-byte words, however its rows are
-// aligned, and written back so.
+// Contiguous runs of a tensor in shared memory: what a block needs is copied in whole 16-byte words, however its rows
+// are aligned, and written back so.
 #pragma once
 
 #include "vec.cuh"
@@ -14,9 +14,10 @@ __device__ __forceinline__ int word_offset(const T* address) {
 
 __device__ __forceinline__ void copy_word(void* target, const void* source) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(target))),
-               "l"(source)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(target))),
+      "l"(source)
+      : "memory");
 #else
   *static_cast<uint4*>(target) = __ldg(static_cast<const uint4*>(source));
 #endif

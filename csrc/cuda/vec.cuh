@@ -28,19 +28,33 @@ __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162
 template <typename T, typename A>
 __device__ __forceinline__ T narrow(A value);
 template <>
-__device__ __forceinline__ float narrow<float, float>(float value) { return value; }
+__device__ __forceinline__ float narrow<float, float>(float value) {
+  return value;
+}
 template <>
-__device__ __forceinline__ float narrow<float, double>(double value) { return static_cast<float>(value); }
+__device__ __forceinline__ float narrow<float, double>(double value) {
+  return static_cast<float>(value);
+}
 template <>
-__device__ __forceinline__ double narrow<double, double>(double value) { return value; }
+__device__ __forceinline__ double narrow<double, double>(double value) {
+  return value;
+}
 template <>
-__device__ __forceinline__ __half narrow<__half, float>(float value) { return __float2half_rn(value); }
+__device__ __forceinline__ __half narrow<__half, float>(float value) {
+  return __float2half_rn(value);
+}
 template <>
-__device__ __forceinline__ __half narrow<__half, double>(double value) { return __double2half(value); }
+__device__ __forceinline__ __half narrow<__half, double>(double value) {
+  return __double2half(value);
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, float>(float value) { return __float2bfloat16_rn(value); }
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, float>(float value) {
+  return __float2bfloat16_rn(value);
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, double>(double value) { return __double2bfloat16(value); }
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, double>(double value) {
+  return __double2bfloat16(value);
+}
 
 // V elements side by side. A pack of 16, 8 or 4 bytes moves in one instruction.
 template <typename T, int V>
