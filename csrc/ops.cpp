@@ -133,12 +133,12 @@ void* current_stream(int device) {
   check(aoti_torch_get_current_cuda_stream(device, &stream), "reading the current CUDA stream");
   return stream;
 }
-#endif
 
 [[noreturn]] void launch_failed(const char* error) {
   fail("depthconv: a CUDA kernel could not run: ", error,
        ". `python -m depthconv` shows the architectures that this build has code for.");
 }
+#endif
 
 void run_forward(const ForwardArguments& arguments, const View& input) {
   if (input.device_type == aoti_torch_device_type_cpu()) return cpu::forward(arguments);

@@ -1,7 +1,7 @@
 """Devices, seeds and the switches of the suite.
 
 DEPTHCONV_TEST_SEED       seed of all random data; a new one each run without it, printed at the top and on a failure
-DEPTHCONV_REQUIRE_CUDA=1  a missing GPU is a failure, not a skip
+DEPTHCONV_REQUIRE_GPU=1  a missing GPU is a failure, not a skip
 DEPTHCONV_FUZZ_EXAMPLES   examples of the property test
 --large                   runs the tests that need many GB on the CPU too (on CUDA they run wherever memory allows)
 """
@@ -18,7 +18,7 @@ import torch
 
 # Left in the environment, so that test modules and child processes see the same one.
 SEED = int(os.environ.setdefault("DEPTHCONV_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
-REQUIRE_CUDA = os.environ.get("DEPTHCONV_REQUIRE_CUDA") == "1"
+REQUIRE_CUDA = os.environ.get("DEPTHCONV_REQUIRE_GPU") == "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,5 +73,5 @@ def require_cuda() -> None:
     if torch.cuda.is_available():
         return
     if REQUIRE_CUDA:
-        pytest.fail("DEPTHCONV_REQUIRE_CUDA=1, but torch sees no CUDA device")
+        pytest.fail("DEPTHCONV_REQUIRE_GPU=1, but torch sees no CUDA device")
     pytest.skip("torch sees no CUDA device")
