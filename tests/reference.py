@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -229,11 +230,23 @@ def assert_close(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
     worst = torch.where(wrong, excess, -1.0).argmax()
     at = tuple(int(i) for i in torch.unravel_index(worst, want.shape))
     raise AssertionError(
-        f"{name}: {len(where)} of {want.numel()} elements are wrong, the first at {tuple(where[0].tolist())}; the worst "
-        f"at {at}: got {values[at].item()!r}, expected {want[at].item()!r} within {bound[at].item():.3g}"
+        f"{name}: {len(where)} of {want.numel()} elements are wrong, the first at {tuple(where[0].tolist())}; the "
+        f"worst at {at}: got {values[at].item()!r}, expected {want[at].item()!r} within {bound[at].item():.3g}"
     )
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The reference's many small operations, which waiting for other threads would make slow on a busy machine."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
+
+
+@one_thread()
 def check_forward(
     y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
 ) -> None:
@@ -245,6 +258,7 @@ def check_forward(
     assert_close("y", y, want, short_sum_bound(want, magnitude, weight.shape[2] + 1, x.dtype))
 
 
+@one_thread()
 def check_backward(
     grads: Sequence[Tensor | None],
     dy: Tensor,

@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 from problems import DTYPES, GEOMETRIES, PATHS, Problem, check_backward, make_arguments
-from test_forward import HEIGHTS, WIDTHS
+from test_forward import EDGES, HEIGHTS, WIDTHS
 
 import depthconv
 
@@ -34,8 +34,7 @@ def test_masks(name: str, mask: tuple[bool, bool, bool], path: str, device: str,
         check_backward(replace(GEOMETRIES[name], mask=mask, path=path, layout=layout, seed=seed), device)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "one_in", "channels_last"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("layout, dtype", EDGES)
 @pytest.mark.parametrize("height", HEIGHTS)
 def test_every_width(height: int, dtype: str, layout: str, device: str, seed: int) -> None:
     """Tile and vector edges; what surrounds x and dy in their storage is NaN where the layout leaves room for it."""

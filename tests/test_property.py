@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 from problems import as_dict, check, random_problem
 
-EXAMPLES = int(os.environ.get("DEPTHCONV_FUZZ_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("DEPTHCONV_FUZZ_EXAMPLES", "300"))
 
 
 @seed(int(os.environ["DEPTHCONV_TEST_SEED"]))
