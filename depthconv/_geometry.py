@@ -114,7 +114,8 @@ def output_size(
     size = [*batch, filters, rows_out, columns_out]
     count: Int = 1
     for extent in size:
-        count = count * extent
+        # An empty batch counts as one: strides have to fit as well.
+        count = count if isinstance(extent, int) and extent < 1 else count * extent
         if not _fits(count):
             raise RuntimeError(
                 f"depthconv: the output has more elements than 64 bits count: size {_show(size)}"

@@ -33,7 +33,7 @@ PINNED = [
     ("flat", 4, ["one_pass_march", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("rows", 1, ["strided_input_gradient", "weight_gradient", "reduce"]),
-    ("flat", 4, ["one_pass_flat", "reduce"]),
+    ("flat", 4, ["one_pass_march", "reduce"]),
     ("rows", 1, ["rows", "weight_gradient", "reduce"]),
     ("rows", 4, ["rows", "weight_gradient", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
