@@ -101,7 +101,7 @@ py::dict plan(const std::string& direction, const std::string& device, const std
               const Ints& input_size, const Ints& input_stride, int64_t input_offset_bytes, const Ints& weight_size,
               const Ints& weight_stride, const Ints& stride, const Ints& padding, const Ints& dilation,
               const std::optional<Ints>& grad_output_stride, int64_t grad_output_offset_bytes,
-              const std::vector<bool>& output_mask, int multiprocessors) {
+              const std::vector<bool>& output_mask, int multiprocessors, int capability) {
   if (direction != "forward" && direction != "backward")
     throw py::value_error("direction must be 'forward' or 'backward', but got " + direction);
   if (device != "cpu" && device != "cuda") throw py::value_error("device must be 'cpu' or 'cuda', but got " + device);
@@ -122,7 +122,7 @@ py::dict plan(const std::string& direction, const std::string& device, const std
   }
   if (forward) {
     ForwardArguments a{g, dtype, input, weight, {}, operand(layout_strides(g.output_size(), channels_last), 0)};
-    return describe(plan_forward(as_convolution(a), multiprocessors));
+    return describe(plan_forward(as_convolution(a), multiprocessors, capability));
   }
   BackwardArguments a;
   a.geometry = g;
@@ -134,7 +134,7 @@ py::dict plan(const std::string& direction, const std::string& device, const std
   if (output_mask[0]) a.grad_input = operand(layout_strides(input_size, channels_last), 0);
   if (output_mask[1]) a.grad_weight = weight;
   if (output_mask[2]) a.grad_bias = {address(0), 1};
-  const BackwardPlan chosen = plan_backward(a, multiprocessors);
+  const BackwardPlan chosen = plan_backward(a, multiprocessors, capability);
   py::list kernels;
   if (chosen.plain) kernels.append(named(kernel_name::plain, chosen.reason));
   if (chosen.input_by_forward) kernels.append(describe(chosen.input_plan));
@@ -181,5 +181,5 @@ PYBIND11_MODULE(_C, m) {
         py::arg("stride") = Ints{1}, py::arg("padding") = Ints{0}, py::arg("dilation") = Ints{1},
         py::arg("grad_output_stride") = py::none(), py::arg("grad_output_offset_bytes") = 0,
         py::arg("output_mask") = std::vector<bool>{true, true, true}, py::arg("multiprocessors") = 132,
-        "The kernels that would run a problem, and why.");
+        py::arg("capability") = 90, "The kernels that would run a problem, and why.");
 }

@@ -152,7 +152,7 @@ void run_backward(const BackwardArguments& arguments, const View& input) {
   if (input.device_type == aoti_torch_device_type_cpu()) return cpu::backward(arguments);
 #ifdef DEPTHCONV_WITH_CUDA
   const int device = input.device_index;
-  const BackwardPlan plan = plan_backward(arguments, cuda::multiprocessors(device));
+  const BackwardPlan plan = plan_backward(arguments, cuda::multiprocessors(device), cuda::capability(device));
   // Freed when this returns: the allocator hands it on only to work queued after these kernels on the same stream.
   std::optional<Tensor> workspace;
   if (plan.workspace > 0) workspace = empty({plan.workspace}, {1}, aoti_torch_dtype_float64(), input);

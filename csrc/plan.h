@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <numeric>
 
 #include "arguments.h"
@@ -61,6 +63,8 @@ constexpr const char* channels_last = "channels_last";  // a register tile; vect
 constexpr const char* march_channels_last = "march_channels_last";
 constexpr const char* flat = "flat";  // planes as runs of memory, through shared memory
 constexpr const char* one_pass_flat = "one_pass_flat";
+constexpr const char* band = "band";  // tensor cores: vectors along the width, or scalars
+constexpr const char* band_channels_last = "band_channels_last";
 constexpr const char* plain = "plain";        // one element a thread, 64-bit indices
 constexpr const char* one_pass = "one_pass";  // a register tile
 constexpr const char* one_pass_march = "one_pass_march";
@@ -86,10 +90,16 @@ struct Convolution {
   PerFilter bias;
 };
 
+constexpr int flat_rows = 7;        // a thread; odd, and a divisor of the planes that networks end in: 56, 28, 14, 7
+constexpr int flat_tall_rows = 15;  // where planes have many rows: fewer are read twice
+
 // Flat kernels: how blocks share the planes. See flat.cuh.
 struct FlatPlan {
   bool use = false;
   bool joined = false;             // planes follow each other without a gap
+  bool staged = false;             // forward: results leave through shared memory too
+  int rows = flat_rows;            // a thread
+  int vector_width = 1;            // elements of a thread's column
   int64_t images = 1, planes = 1;  // planes an image
   int planes_a_block = 1, rows_a_block = 1;
   int64_t plane_groups = 1, row_groups = 1;
@@ -110,6 +120,8 @@ struct ForwardPlan {
   int threads = 256;
   bool march = false;  // down the rows of a tile through a queue, rather than a tile of registers
   FlatPlan flat;
+  int band_steps = 0;  // blocks of 16 input rows that 16 output rows read, where tensor cores do the sums
+  int packed = 1;      // images whose columns share a warp there
   int64_t images = 1;  // of the batch, a launch
   Tiling tiling;
 };
@@ -185,24 +197,42 @@ inline bool channels_aligned(const Operand& operand, int width, int size) {
 
 // Taps that have a register-tile kernel of their own; the rest run in chunks of 8, 4, 2 and 1. Vectors of half types
 // and channels_last march instead, and float64 is not worth the code.
+#define DEPTHCONV_TILE_TAPS(X) X(3) X(5) X(7) X(11)
+#define DEPTHCONV_LONG_TILE_TAPS(X) X(9) X(13) X(17) X(19) X(21) X(23) X(31)  // float32 in vectors alone
 constexpr bool has_tile_taps(int size, int vector_width, bool channels_last) {
   return vector_width == 1 ? size < 8 : size == 4 && !channels_last;
 }
-inline int tile_taps(int size, int vector_width, bool channels_last, int64_t K) {
-  if (!has_tile_taps(size, vector_width, channels_last)) return 0;
-  return K == 3 || K == 5 || K == 7 || K == 11 ? static_cast<int>(K) : 0;
+constexpr bool has_long_tile_taps(int size, int vector_width, bool channels_last) {
+  return size == 4 && vector_width == 4 && !channels_last;
+}
+constexpr int tile_taps(int size, int vector_width, bool channels_last, int64_t K) {
+#define DEPTHCONV_CASE(taps) case taps:
+  if (has_tile_taps(size, vector_width, channels_last)) switch (K) {
+      DEPTHCONV_TILE_TAPS(DEPTHCONV_CASE)
+      return static_cast<int>(K);
+    }
+  if (has_long_tile_taps(size, vector_width, channels_last)) switch (K) {
+      DEPTHCONV_LONG_TILE_TAPS(DEPTHCONV_CASE)
+      return static_cast<int>(K);
+    }
+#undef DEPTHCONV_CASE
+  return 0;
 }
 
 // Rows a thread of a forward kernel owns: as many as its registers hold as sums, and half of that.
 constexpr int tall_rows(int size, int vector_width, int taps, bool channels_last) {
   if (taps == 0 && vector_width > 1 && size < 8 && !channels_last) return vector_width == 8 ? 4 : 12;
+  if (vector_width == 4 && (taps == 13 || taps == 23)) return 12;  // what 128 registers hold
   return vector_width == 8 || channels_last || size == 8 ? 8 : 16;
 }
 constexpr int low_rows(int size, int vector_width) { return size == 2 && vector_width == 8 ? 4 : 8; }
 
-// Small blocks where many sums and taps want more than 128 registers a thread.
+// Small blocks where many sums and taps want more than 128 registers a thread; tall ones where many taps make a large
+// halo, of which the tiles stacked in a block share most in L1.
 constexpr int forward_threads(int vector_width, int taps, int rows, bool channels_last) {
-  const bool heavy = vector_width > 1 && rows > 1 && (taps == 0 || taps >= 7 || vector_width == 8);
+  if (vector_width > 1 && !channels_last && taps > 0 && rows > 1)
+    return taps >= 13 && rows > 8 ? 512 : taps >= 9 && rows > 8 ? 128 : 256;
+  const bool heavy = vector_width > 1 && rows > 1 && (taps == 0 || vector_width == 8);
   return heavy && (rows * vector_width >= 64 || channels_last || taps == 0) ? 128 : 256;
 }
 
@@ -264,7 +294,6 @@ inline bool flat_taps(int64_t K) {
   }
   return false;
 }
-constexpr int flat_rows = 7;  // a thread; odd, and a divisor of the planes that networks end in: 56, 28, 14, 7
 constexpr int flat_threads = 256;
 // Taps of the flat backward: with more, a thread's sums leave it too few registers for four blocks a multiprocessor.
 constexpr int flat_backward_most(int size) { return size == 4 ? 6 : 5; }
@@ -275,17 +304,18 @@ inline bool is_flat(const Operand& operand, int64_t height, int64_t width) {
   return (width == 1 || operand.stride.w == 1) && (height == 1 || operand.stride.h == width);
 }
 
-// Slabs of `height` rows of `planes` planes in each of `images`; a block holds two runs: rows of its slab, and as many
-// with the halo of the other tensor, whose planes have `other` rows.
+// Slabs of `height` rows of `planes` planes in each of `images`; a block holds `runs` runs: rows with the halo of one
+// tensor, whose planes have `other` rows, and for the backward (two runs) as many rows of its slab.
 inline FlatPlan flat_slabs(int64_t images, int64_t planes, bool joined, int64_t height, int64_t other, int64_t width,
-                           int64_t taps, int64_t dilation, int size, int64_t most_units, int64_t blocks_wanted) {
+                           int64_t taps, int64_t dilation, int size, int runs, int rows_a_thread, int64_t most_units,
+                           int64_t blocks_wanted) {
   FlatPlan f;
   const int64_t budget = 40 * 1024, most = 96 * 1024;  // shared memory of a block: several blocks, or at least two
-  const int64_t unit_rows = flat_rows * dilation, halo = (taps - 1) * dilation;
-  const int64_t a_plane = (height + other) * width * size;
+  const int64_t unit_rows = rows_a_thread * dilation, halo = (taps - 1) * dilation;
+  const int64_t a_plane = (runs == 1 ? other : height + other) * width * size;
   int64_t rows = height, planes_a_block = 1;
   if (a_plane <= budget) {
-    const int64_t units = ceil_div(ceil_div(height, dilation), flat_rows) * dilation * width;
+    const int64_t units = ceil_div(ceil_div(height, dilation), rows_a_thread) * dilation * width;
     if (units > most_units && most_units > 0) {
       rows = std::max<int64_t>(1, most_units / (dilation * width)) * unit_rows;
     } else if (joined) {
@@ -294,45 +324,62 @@ inline FlatPlan flat_slabs(int64_t images, int64_t planes, bool joined, int64_t 
       planes_a_block = std::max<int64_t>(1, std::min(planes_a_block, ceil_div(images * planes, blocks_wanted)));
     }
   } else {
-    rows = (budget / (width * size) - halo) / 2 / unit_rows * unit_rows;
+    rows = (budget / (width * size) - halo) / runs / unit_rows * unit_rows;
     if (rows < unit_rows) rows = unit_rows;
   }
   if (rows < height) {
     rows = ceil_div(ceil_div(height, ceil_div(height, rows)), unit_rows) * unit_rows;
     if (rows > height) rows = height;
   }
-  const int64_t staged = planes_a_block > 1 || rows == height ? std::max(other, height) : rows + halo;
+  const int64_t staged = planes_a_block > 1 || rows == height ? std::max(other, runs == 1 ? 0 : height) : rows + halo;
   const int word = 16 / size;
-  const int64_t run = ceil_div(planes_a_block * std::max(staged, rows) * width + 2 * word, word) * word;
-  if (2 * run * size > most || images >= index_limit || planes >= index_limit) return f;
+  const int64_t run = ceil_div(planes_a_block * std::max(staged, runs == 1 ? 0 : rows) * width + 2 * word, word) * word;
+  if (runs * run * size > most || images >= index_limit || planes >= index_limit) return f;
   f.use = true;
   f.joined = joined;
+  f.rows = rows_a_thread;
   f.images = images;
   f.planes = planes;
   f.planes_a_block = static_cast<int>(planes_a_block);
   f.rows_a_block = static_cast<int>(rows);
   f.plane_groups = ceil_div(planes, planes_a_block);
   f.row_groups = ceil_div(height, rows);
-  f.tiles = static_cast<int>(ceil_div(ceil_div(rows, dilation), flat_rows) * dilation);
+  f.tiles = static_cast<int>(ceil_div(ceil_div(rows, dilation), rows_a_thread) * dilation);
   f.stage_elements = static_cast<int>(run);
-  f.shared_bytes = static_cast<unsigned>(std::max<int64_t>(2 * run * size, flat_threads * 8));
+  f.shared_bytes = static_cast<unsigned>(std::max<int64_t>(runs * run * size, runs == 1 ? 0 : flat_threads * 8));
   f.blocks = images * f.plane_groups * f.row_groups;
   if (f.blocks >= index_limit) f.use = false;
   return f;
 }
 
+// Taps that have kernels for columns of several elements: small planes whose rows are aligned to them.
+constexpr bool flat_vector_taps(int64_t taps) { return taps % 2 == 1 && taps <= 11; }
+
 inline FlatPlan plan_flat_forward(const Convolution& c, int multiprocessors) {
-  if (c.stride.h != 1 || c.stride.w != 1 || c.padding.w != 0 || c.fold != 1 || element_size(c.dtype) == 8 ||
-      !flat_taps(c.K) || !is_flat(c.input, c.H, c.W) || !is_flat(c.output, c.H_out, c.W))
+  const int size = element_size(c.dtype);
+  if (c.stride.h != 1 || c.fold != 1 || size == 8 || !flat_taps(c.K) || !is_flat(c.input, c.H, c.W) ||
+      !is_flat(c.output, c.H_out, c.W_out))
     return {};
-  // Small planes with few taps are over before a block has staged anything (NOTES.md).
-  if (c.W > 1 && c.K <= 11 && c.H_out * c.W < flat_plane) return {};
+  const char* force = std::getenv("DC_FORCE");  // EXPERIMENT
+  if (force && std::strcmp(force, "noflat") == 0) return {};
+  int vector = 1;
+  if (c.stride.w == 1 && c.padding.w == 0 && flat_vector_taps(c.K))
+    while (vector < 4 && c.W % (2 * vector) == 0 && rows_aligned(c.input, 2 * vector, size) &&
+           rows_aligned(c.output, 2 * vector, size))
+      vector *= 2;
+  const bool staged = c.W_out < 16;
   const bool joined =
-      c.multiplier == 1 && (c.C_out == 1 || (c.input.stride.c == c.H * c.W && c.output.stride.c == c.H_out * c.W));
+      c.multiplier == 1 && (c.C_out == 1 || (c.input.stride.c == c.H * c.W && c.output.stride.c == c.H_out * c.W_out));
   const bool one_run =
-      joined && (c.N == 1 || (c.input.stride.n == c.C_out * c.H * c.W && c.output.stride.n == c.C_out * c.H_out * c.W));
-  return flat_slabs(one_run ? 1 : c.N, one_run ? c.N * c.C_out : c.C_out, joined, c.H_out, c.H, c.W, c.K, c.dilation.h,
-                    element_size(c.dtype), 0, int64_t{multiprocessors} * 4);
+      joined &&
+      (c.N == 1 || (c.input.stride.n == c.C_out * c.H * c.W && c.output.stride.n == c.C_out * c.H_out * c.W_out));
+  const int rows = vector == 1 && !staged && c.H_out >= 64 * c.dilation.h ? flat_tall_rows : flat_rows;
+  FlatPlan f = flat_slabs(one_run ? 1 : c.N, one_run ? c.N * c.C_out : c.C_out, joined, c.H_out, c.H,
+                          std::max(c.W, staged ? c.W_out : 0), c.K, c.dilation.h, size, staged && vector == 1 ? 2 : 1,
+                          rows, 0, int64_t{multiprocessors} * 4);
+  f.staged = staged && vector == 1;
+  f.vector_width = vector;
+  return f;
 }
 
 inline FlatPlan plan_flat_backward(const BackwardArguments& a, int multiprocessors) {
@@ -342,8 +389,8 @@ inline FlatPlan plan_flat_backward(const BackwardArguments& a, int multiprocesso
       !is_flat(a.grad_input, g.H, g.W) || (g.W > 1 && g.H * g.W < flat_plane))
     return {};
   const bool joined = g.C == 1 || (a.input.stride.c == g.H * g.W && a.grad_output.stride.c == g.H_out * g.W);
-  FlatPlan f =
-      flat_slabs(g.N, g.C, joined, g.H, g.H_out, g.W, g.K, g.dilation.h, element_size(a.dtype), flat_threads, 1);
+  FlatPlan f = flat_slabs(g.N, g.C, joined, g.H, g.H_out, g.W, g.K, g.dilation.h, element_size(a.dtype), 2, flat_rows,
+                          flat_threads, 1);
   if (!f.use) return f;
   const int64_t places = f.plane_groups * f.row_groups;
   const int64_t wanted = ceil_div(int64_t{multiprocessors} * 8, places);
@@ -353,7 +400,78 @@ inline FlatPlan plan_flat_backward(const BackwardArguments& a, int multiprocesso
   return f;
 }
 
-inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
+// The band kernels: half types on tensor cores, see band.cuh.
+constexpr int band_threads = 128;
+constexpr int band_depth = 4;        // blocks of 16 rows in flight a warp, one of them in use
+constexpr int band_capability = 80;  // sm_80 has the product of 16 x 8 x 16
+
+// Blocks a multiprocessor: bounds the registers of a thread to 80, 96, 128, 168 or 255.
+constexpr int band_blocks(int vector_width, int steps, int stride, bool channels_last) {
+  const int held = 2 * vector_width * (steps + 1) + 2 * steps + stride + 2 * vector_width + 51;
+  if (channels_last) return steps == 2 ? 3 : 2;
+  return held <= 72 ? 6 : held <= 96 ? 5 : held <= 132 ? 4 : held <= 170 ? 3 : 2;
+}
+
+// Blocks of 16 input rows that 16 output rows read, of those that are compiled in; 0: none does.
+inline int band_steps(int64_t taps, int64_t stride, bool channels_last) {
+  const int64_t steps = ceil_div(15 * stride + taps, 16);
+  if (stride == 2) return steps <= 3 ? 3 : 0;
+  if (stride != 1) return 0;
+  return steps <= 3 ? std::max<int>(2, static_cast<int>(steps)) : steps <= 5 && !channels_last ? 5 : 0;
+}
+
+// Fills the plan and says true where the band kernels take the problem.
+inline bool plan_band(const Convolution& c, int multiprocessors, int64_t step, int64_t row_step, ForwardPlan& plan) {
+  const int steps = band_steps(c.K, step, plan.channels_last);
+  if (element_size(c.dtype) != 2 || !steps || c.fold != 1) return false;
+  int width = 1;
+  if (plan.channels_last) {
+    width = 8;
+    if (c.multiplier != 1 || c.C_out % width || !channels_aligned(c.input, width, 2) ||
+        !channels_aligned(c.output, width, 2))
+      return false;
+  } else if (c.stride.w == 1 && c.padding.w == 0) {
+    while (width < 8 && c.W % (2 * width) == 0 && rows_aligned(c.input, 2 * width, 2) &&
+           rows_aligned(c.output, 2 * width, 2))
+      width *= 2;
+  }
+  const int64_t cols = plan.channels_last ? c.W_out : c.W_out / width;
+  const int64_t channels = plan.channels_last ? c.C_out / width : c.C_out;
+  if (cols >= index_limit || c.N >= index_limit) return false;
+  if (width == 1) return false;
+  Tiling t;
+  t.row_step = static_cast<int>(row_step);
+  t.cols = static_cast<int>(cols);
+  t.col_groups = static_cast<int>(ceil_div(cols, 8));
+  plan.packed = cols <= 4 ? static_cast<int>(8 / cols) : 1;  // narrow planes: several images a warp
+  t.block_cols = static_cast<int>(plan.packed > 1 ? cols * plan.packed : ceil_div(cols, t.col_groups));
+  const int64_t height = ceil_div(c.H_out, row_step), resident = int64_t{multiprocessors} * 16;
+  const int64_t columns = channels * t.col_groups * ceil_div(c.N, plan.packed) * row_step;
+  int64_t rows = 128;
+  while (rows > 16 && columns * ceil_div(height, rows) < resident) rows /= 2;
+  t.rows = static_cast<int>(ceil_div(ceil_div(height, ceil_div(height, rows)), 16) * 16);
+  t.tiles = static_cast<int>(ceil_div(height, t.rows) * row_step);
+  const int64_t group = channels * t.col_groups * t.tiles;  // warps of `packed` images
+  if (group >= index_limit) return false;
+  t.lines = group * ceil_div(c.N, plan.packed);
+  t.block_lines = band_threads / 32;
+  t.blocks = ceil_div(t.lines, t.block_lines);
+  plan.tiling = t;
+  plan.kernel = plan.channels_last ? kernel_name::band_channels_last : kernel_name::band;
+  plan.reason = plan.channels_last ? "half type, channels_last: tensor cores, 8 channels a load"
+                : width == 8       ? "half type, rows start on 16 bytes: tensor cores, 16-byte vectors along the width"
+                : width > 1        ? "half type: tensor cores, vectors as wide as the rows are aligned"
+                                   : "half type, rows unaligned, strided or padded: tensor cores, one element a load";
+  plan.vector_width = width;
+  plan.taps = 0;
+  plan.band_steps = steps;
+  plan.step = static_cast<int>(step);
+  plan.threads = band_threads;
+  plan.images = std::min(c.N, std::max<int64_t>(1, index_limit / group) * plan.packed);
+  return true;
+}
+
+inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors, int capability) {
   auto plain = [](const char* reason) {
     ForwardPlan plan;
     plan.reason = reason;
@@ -396,7 +514,9 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
       plan.reason = "rows start off 16-byte boundaries: one element a load";
     }
     cols = c.W_out / plan.vector_width;
-    if (plan.vector_width == 1) plan.flat = plan_flat_forward(c, multiprocessors);
+    const char* force = std::getenv("DC_FORCE");  // EXPERIMENT
+    if (plan.vector_width == 1 || (force && std::strcmp(force, "flat") == 0))
+      plan.flat = plan_flat_forward(c, multiprocessors);
     if (plan.flat.use) {
       plan.kernel = kernel_name::flat;
       plan.vector_width = width;
@@ -409,6 +529,10 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
     }
   }
   if (cols >= index_limit) return plain("a row has more columns than 32 bits count");
+  const char* force = std::getenv("DC_FORCE");  // EXPERIMENT
+  if (!(force && std::strcmp(force, "noband") == 0) && capability >= band_capability &&
+      plan_band(c, multiprocessors, step, row_step, plan))
+    return plan;
   int rows = 1;
   // A tile of registers is faster where it holds the taps (NOTES.md: float32 to 11 taps); marching everywhere else.
   const int tile = tile_taps(size, plan.vector_width, plan.channels_last, c.K);
@@ -516,7 +640,7 @@ inline bool reads_channels_last(const Operand& operand, int64_t channels, int64_
   return operand.stride.c == 1 && channels > 1 && !(operand.stride.w == 1 && width > 1);
 }
 
-inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessors) {
+inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessors, int capability) {
   const Geometry& g = a.geometry;
   BackwardPlan plan;
   const bool want_input = a.grad_input.data, want_weight = a.grad_weight.data, want_bias = a.grad_bias.data;
@@ -533,7 +657,7 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
   plan.one_pass = want_input && want_weight && unit_stride && g.multiplier == 1 && g.K <= taps_at_most;
   plan.input_by_forward = want_input && unit_stride && !plan.one_pass;
   plan.input_strided = want_input && !unit_stride;
-  if (plan.input_by_forward) plan.input_plan = plan_forward(transposed, multiprocessors);
+  if (plan.input_by_forward) plan.input_plan = plan_forward(transposed, multiprocessors, capability);
   if (!fits_32_bits(forward) || !fits_32_bits(transposed) || a_channel >= index_limit || filters >= index_limit ||
       (plan.input_by_forward && plan.input_plan.kernel == kernel_name::plain) ||
       (plan.input_strided && an_image >= index_limit)) {
@@ -620,6 +744,7 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
 
 namespace cuda {
 int multiprocessors(int device);
+int capability(int device);  // 10 * major + minor
 // Launch on `stream` (a cudaStream_t) of `device` and return without waiting: null, or what went wrong.
 const char* forward(const ForwardArguments& arguments, int device, void* stream);
 const char* backward(const BackwardArguments& arguments, const BackwardPlan& plan, double* workspace, int device,

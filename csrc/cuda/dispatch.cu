@@ -43,21 +43,41 @@ const char* with_dtype(Dtype dtype, Call call) {
 
 }  // namespace
 
-int multiprocessors(int device) {
-  // Asked once a device: the answer does not change, and the question costs a microsecond.
-  constexpr int most = 64;
-  static int known[most] = {};
-  if (device >= 0 && device < most && known[device]) return known[device];
-  int count = 0;
-  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess || count < 1) return 1;
-  if (device >= 0 && device < most) known[device] = count;
-  return count;
+namespace {
+
+// Asked once a device: the answers do not change, and each question costs a microsecond.
+struct Machine {
+  int multiprocessors = 0, capability = 0;
+};
+
+Machine ask_machine(int device) {
+  Machine m;
+  int major = 0, minor = 0;
+  if (cudaDeviceGetAttribute(&m.multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess || m.multiprocessors < 1)
+    return {1, 0};
+  m.capability = 10 * major + minor;
+  return m;
 }
+
+Machine machine(int device) {
+  constexpr int most = 64;
+  static Machine known[most];
+  if (device < 0 || device >= most) return ask_machine(device);
+  if (!known[device].multiprocessors) known[device] = ask_machine(device);
+  return known[device];
+}
+
+}  // namespace
+
+int multiprocessors(int device) { return machine(device).multiprocessors; }
+int capability(int device) { return machine(device).capability; }
 
 const char* forward(const ForwardArguments& arguments, int device, void* stream) {
   const DeviceGuard guard(device);
   const Convolution convolution = as_convolution(arguments);
-  const ForwardPlan plan = plan_forward(convolution, multiprocessors(device));
+  const ForwardPlan plan = plan_forward(convolution, multiprocessors(device), capability(device));
   return with_dtype(arguments.dtype, [&](auto zero) {
     using T = decltype(zero);
     return plan.kernel == kernel_name::plain ? launch_plain_forward<T>(arguments, static_cast<cudaStream_t>(stream))

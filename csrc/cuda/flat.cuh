@@ -1,9 +1,9 @@
-// Kernels for planes whose rows follow each other without a gap (stride 1, no width padding), at any width and
-// alignment: odd widths, small planes, W = 1. A plane is one run of memory, so a block copies what it needs into shared
-// memory in 16-byte words, computes from there, and writes runs back in words.
+// Kernels for planes whose rows follow each other without a gap (stride 1 along the height), at any width and
+// alignment: odd widths, padded widths, small planes, W = 1. A plane is one run of memory, so a block copies what it
+// needs into shared memory in 16-byte words, computes from there, and writes runs back in words.
 //
 // A block owns a slab: some rows of one plane, or several whole planes that follow each other. A thread owns one column
-// of flat_rows rows at a time, an odd number, so that columns a tile apart fall on different banks. Bytes: x and y
+// of an odd number of rows at a time, so that columns a tile apart fall on different banks. Bytes: x and y
 // (grad_output, x and grad_input in the backward) once, halo rows again from L2.
 #pragma once
 
@@ -23,9 +23,10 @@ struct FlatParameters {
   int64_t weight_filter, weight_tap, bias_step;
   int images, planes, planes_a_block, rows_a_block;
   int H, H_out, padding, dilation, taps;
-  int stage_elements;  // elements of shared memory for the first run
+  int input_width, stride_w, padding_w;  // forward: output column c reads input column c * stride_w - padding_w
+  int stage_elements;                    // elements of shared memory for the first run
   int splits;
-  bool with_bias;
+  bool with_bias, staged;
 };
 
 // A block's slab: rows [row, row + rows) of planes [plane, plane + planes).
@@ -50,6 +51,7 @@ struct Column {
   int b, c, row;
 };
 
+template <int Rows>
 __device__ __forceinline__ Column find_column(const FlatParameters& p, unsigned unit) {
   Column at;
   unsigned c, tile, phase;
@@ -57,18 +59,27 @@ __device__ __forceinline__ Column find_column(const FlatParameters& p, unsigned 
   at.b = static_cast<int>(divide(rest, p.tiles, tile));
   const unsigned base = divide(tile, p.row_step, phase);
   at.c = static_cast<int>(c);
-  at.row = static_cast<int>(base * p.row_step.divisor * flat_rows + phase);
+  at.row = static_cast<int>(base * p.row_step.divisor * Rows + phase);
   return at;
 }
 
-template <typename T, int Taps>
+template <typename T, int V>
+__device__ __forceinline__ Pack<T, V> load_shared(const T* address) {
+  using word = typename Word<sizeof(T) * V>::type;
+  const word bits = *reinterpret_cast<const word*>(address);
+  Pack<T, V> pack;
+  memcpy(&pack, &bits, sizeof(bits));
+  return pack;
+}
+
+// V: elements of a column, more than one where rows are aligned to that.
+template <typename T, int V, int Taps, int Rows>
 __global__ void __launch_bounds__(flat_threads) flat_forward_kernel(const __grid_constant__ FlatParameters p) {
   using A = accumulate_t<T>;
   extern __shared__ double shared_memory[];
   T* x = reinterpret_cast<T*>(shared_memory);
-  T* y = x + p.stage_elements;
   const Slab slab = find_slab(p, blockIdx.x, p.H_out);
-  const int width = p.width.divisor, reach = (Taps - 1) * p.dilation;
+  const int width = p.width.divisor * V, x_width = p.input_width, reach = (Taps - 1) * p.dilation;
   const bool whole =
       p.planes_a_block > 1;  // planes follow each other, so each is staged from its first row to its last
   const int top = whole ? 0 : max(0, slab.row - p.padding);
@@ -76,44 +87,77 @@ __global__ void __launch_bounds__(flat_threads) flat_forward_kernel(const __grid
   unsigned unused;
   const int64_t input_plane = divide(slab.plane, p.multiplier, unused);
   const T* source = static_cast<const T*>(p.input) + slab.image * p.input_n + input_plane * p.input_c +
-                    top * static_cast<int64_t>(width);
+                    top * static_cast<int64_t>(x_width);
   const int x_offset = word_offset(source);
-  stage(x, source, slab.planes * x_rows * width);
+  stage(x, source, slab.planes * x_rows * x_width);
   T* target = static_cast<T*>(p.output) + slab.image * p.output_n + slab.plane * p.output_c +
               slab.row * static_cast<int64_t>(width);
+  // A warp's columns are neighbours, so results go straight to memory, unless rows are shorter than that.
+  T* y = x + p.stage_elements;
   const int y_offset = word_offset(target);
   wait_for_stage();
 
-  const unsigned units = slab.planes * p.tiles.divisor * width;
+  const unsigned units = slab.planes * p.tiles.divisor * p.width.divisor;
+  const int x_pitch = p.dilation * x_width, y_pitch = p.dilation * width;
+  A w[Taps], bias = A(0);
+  int loaded = -1;
   for (unsigned unit = threadIdx.x; unit < units; unit += blockDim.x) {
-    const Column at = find_column(p, unit);
+    const Column at = find_column<Rows>(p, unit);
     if (at.row >= slab.rows) continue;
     unsigned channel;
     divide(slab.plane + at.b, p.channels, channel);
-    const T* weight = static_cast<const T*>(p.weight) + channel * p.weight_filter;
-    A w[Taps], sum[flat_rows][1];
+    if (static_cast<int>(channel) != loaded) {
+      loaded = static_cast<int>(channel);
+      const T* weight = static_cast<const T*>(p.weight) + channel * p.weight_filter;
 #pragma unroll
-    for (int k = 0; k < Taps; ++k) w[k] = widen(__ldg(weight + k * p.weight_tap));
-    const A bias = p.bias ? widen(__ldg(static_cast<const T*>(p.bias) + channel * p.bias_step)) : A(0);
-#pragma unroll
-    for (int i = 0; i < flat_rows; ++i) sum[i][0] = bias;
-    const int first = slab.row + at.row - p.padding;
-    const int base = x_offset + (at.b * x_rows + first - top) * width + at.c;
-#pragma unroll
-    for (int j = 0; j < flat_rows + Taps - 1; ++j) {
-      const int row = first + j * p.dilation;
-      const A value = static_cast<unsigned>(row) < static_cast<unsigned>(p.H) && row < top + x_rows
-                          ? widen(x[base + j * p.dilation * width])
-                          : A(0);
-#pragma unroll
-      for (int i = 0; i < flat_rows; ++i)
-        if (j - i >= 0 && j - i < Taps) sum[i][0] += w[j - i] * value;
+      for (int k = 0; k < Taps; ++k) w[k] = widen(__ldg(weight + k * p.weight_tap));
+      if (p.bias) bias = widen(__ldg(static_cast<const T*>(p.bias) + channel * p.bias_step));
     }
-    T* column = y + y_offset + (at.b * slab.rows + at.row) * width + at.c;
+    A sum[Rows][V];
 #pragma unroll
-    for (int i = 0; i < flat_rows; ++i)
-      if (at.row + i * p.dilation < slab.rows) column[i * p.dilation * width] = narrow<T, A>(sum[i][0]);
+    for (int i = 0; i < Rows; ++i)
+#pragma unroll
+      for (int v = 0; v < V; ++v) sum[i][v] = bias;
+    // Rows first + j * dilation, of which those from `low` to below `high` are there.
+    const int first = slab.row + at.row - p.padding - top;
+    int low = 0, high = Rows + Taps - 1;
+    if (first < 0 || first + (Rows + Taps - 2) * p.dilation >= x_rows) {
+      unsigned rest;
+      low = first < 0 ? divide(-first + p.dilation - 1, p.row_step, rest) : 0;
+      high = first < x_rows ? divide(x_rows - first + p.dilation - 1, p.row_step, rest) : 0;
+    }
+    const int column = at.c * V * p.stride_w - p.padding_w;
+    if (static_cast<unsigned>(column) >= static_cast<unsigned>(x_width)) high = 0;
+    const T* source_row = x + x_offset + (at.b * x_rows + first) * x_width + column;
+#pragma unroll
+    for (int j = 0; j < Rows + Taps - 1; ++j) {
+      const Pack<T, V> pack = j >= low && j < high ? load_shared<T, V>(source_row) : zero_pack<T, V>();
+      source_row += x_pitch;
+#pragma unroll
+      for (int i = 0; i < Rows; ++i) {
+        if (j - i < 0 || j - i >= Taps) continue;
+#pragma unroll
+        for (int v = 0; v < V; ++v) sum[i][v] += w[j - i] * widen(pack.value[v]);
+      }
+    }
+    const int rows = (slab.rows - at.row + p.dilation - 1) / p.dilation;
+    if (V == 1 && p.staged) {
+      T* result = y + y_offset + (at.b * slab.rows + at.row) * width + at.c;
+#pragma unroll
+      for (int i = 0; i < Rows; ++i) {
+        if (i < rows) *result = narrow<T, A>(sum[i][0]);
+        result += y_pitch;
+      }
+    } else {
+      T* result = target + (at.b * p.H_out + at.row) * width + at.c * V;
+#pragma unroll
+      for (int i = 0; i < Rows; ++i) {
+        if (i < rows) store<T, V>(result, sum[i]);
+        result += y_pitch;
+      }
+    }
   }
+  if (V > 1 || !p.staged) return;
   __syncthreads();
   unstage(target, y, y_offset, slab.planes * slab.rows * width);
 }
@@ -159,7 +203,7 @@ __global__ void __launch_bounds__(flat_threads, 4) flat_backward_kernel(const __
     stage(dy, dy_source, slab.planes * dy_rows * width);
     wait_for_stage();
     for (unsigned unit = threadIdx.x; unit < units; unit += blockDim.x) {
-      const Column at = find_column(p, unit);
+      const Column at = find_column<flat_rows>(p, unit);
       if (at.row >= slab.rows) continue;
       const T* weight = static_cast<const T*>(p.weight) + (slab.plane + at.b) * p.weight_filter;
       T* column = x + x_offset + (at.b * slab.rows + at.row) * width + at.c;
@@ -230,14 +274,29 @@ __global__ void __launch_bounds__(flat_threads, 4) flat_backward_kernel(const __
 
 using FlatKernel = void (*)(FlatParameters);
 
-#define DEPTHCONV_CASE(K) \
-  case K: return flat_forward_kernel<T, K>;
-template <typename T>
-FlatKernel pick_flat_forward(int64_t taps) {
+template <typename T, int V>
+FlatKernel pick_flat_forward(int64_t taps, int rows) {
+#define DEPTHCONV_CASE(K)                                                                       \
+  case K:                                                                                       \
+    if constexpr (V == 1)                                                                       \
+      return rows == flat_rows ? flat_forward_kernel<T, V, K, flat_rows>                        \
+                               : flat_forward_kernel<T, V, K, flat_tall_rows>;                  \
+    if constexpr (V > 1 && flat_vector_taps(K)) return flat_forward_kernel<T, V, K, flat_rows>; \
+    break;
   switch (taps) { DEPTHCONV_FLAT_TAPS(DEPTHCONV_CASE) }
+#undef DEPTHCONV_CASE
   return nullptr;
 }
-#undef DEPTHCONV_CASE
+
+template <typename T>
+FlatKernel pick_flat_forward(int64_t taps, const FlatPlan& plan) {
+  switch (plan.vector_width) {
+    case 1: return pick_flat_forward<T, 1>(taps, plan.rows);
+    case 2: return pick_flat_forward<T, 2>(taps, plan.rows);
+    case 4: return pick_flat_forward<T, 4>(taps, plan.rows);
+  }
+  return nullptr;
+}
 #define DEPTHCONV_CASE(K)                                                                \
   case K:                                                                                \
     if constexpr (K <= flat_backward_most(sizeof(T))) return flat_backward_kernel<T, K>; \
@@ -267,7 +326,11 @@ inline FlatParameters flat_parameters(const FlatPlan& plan, int64_t width, int64
 
 template <typename T>
 const char* launch_flat_forward(const Convolution& c, const FlatPlan& plan, cudaStream_t stream) {
-  FlatParameters p = flat_parameters(plan, c.W, c.C_out);
+  FlatParameters p = flat_parameters(plan, c.W_out / plan.vector_width, c.C_out);
+  p.staged = plan.staged;
+  p.input_width = static_cast<int>(c.W);
+  p.stride_w = static_cast<int>(c.stride.w);
+  p.padding_w = static_cast<int>(c.padding.w);
   p.row_step = FastDivisor(c.dilation.h);
   p.multiplier = FastDivisor(c.multiplier);
   p.input = c.input.data;
@@ -278,7 +341,7 @@ const char* launch_flat_forward(const Convolution& c, const FlatPlan& plan, cuda
   p.output_n = c.output.stride.n;
   // Planes that follow each other need not lie a channel stride apart: with C = 1 that stride means nothing.
   p.input_c = plan.joined ? c.H * c.W : c.input.stride.c;
-  p.output_c = plan.joined ? c.H_out * c.W : c.output.stride.c;
+  p.output_c = plan.joined ? c.H_out * c.W_out : c.output.stride.c;
   p.weight_filter = c.weight.filter;
   p.weight_tap = c.weight.tap;
   p.bias_step = c.bias.step;
@@ -286,7 +349,7 @@ const char* launch_flat_forward(const Convolution& c, const FlatPlan& plan, cuda
   p.H_out = static_cast<int>(c.H_out);
   p.padding = static_cast<int>(c.padding.h);
   p.dilation = static_cast<int>(c.dilation.h);
-  const FlatKernel kernel = pick_flat_forward<T>(c.K);
+  const FlatKernel kernel = pick_flat_forward<T>(c.K, plan);
   if (!kernel) return "depthconv: the plan names a kernel that was not compiled";
   if (const char* error = allow_shared(reinterpret_cast<const void*>(kernel), plan.shared_bytes)) return error;
   kernel<<<static_cast<unsigned>(plan.blocks), flat_threads, plan.shared_bytes, stream>>>(p);

@@ -7,6 +7,8 @@
 // Bytes: x once and y once, plus (Taps - 1) / Rows of x again from L1 or L2.
 #pragma once
 
+#include <type_traits>
+
 #include "launch.cuh"
 
 namespace depthconv::cuda {
@@ -91,36 +93,66 @@ __device__ __forceinline__ Pack<T, V> load_row(const InputColumn<T>& x, int j) {
   return valid ? load<T, V>(x.row + j * x.row_pitch) : zero_pack<T, V>();
 }
 
+// A load that the compiler leaves where it stands, rather than all of them at the start, into too many registers.
+__device__ __forceinline__ float load_here(const float* address) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(address));
+  return value;
+}
+
 // Adds Taps taps to the sums of Rows output rows: input row j serves output row i with tap j - Step * i.
 template <int Taps, int Rows, int Step, bool ChannelsLast, typename T, int V>
-__device__ __forceinline__ void add_taps(accumulate_t<T> (&sum)[Rows][V], const InputColumn<T>& x, const T* weight,
+__device__ __forceinline__ void add_taps(accumulate_t<T> (&sum)[Rows][V], InputColumn<T> x, const T* weight,
                                          int64_t weight_tap, int64_t weight_filter) {
   using A = accumulate_t<T>;
   constexpr int filters = ChannelsLast ? V : 1;
   constexpr int input_rows = Step * (Rows - 1) + Taps;
   // Loads in flight, as many as the registers hold: a chunk of 8 taps sits in a larger kernel.
-  constexpr int budget = sizeof(T) * V < 16 ? 16 : Taps == 8 ? 4 : 8;
+  constexpr int budget = sizeof(T) * V < 16                        ? 16
+                         : Taps == 8 || Taps == 15                 ? 4
+                         : Taps > 13 || (Taps == 13 && Rows == 16) ? 6
+                                                                   : 8;
   constexpr int ahead = input_rows < budget ? input_rows : budget;
   Pack<T, V> buffer[ahead];
+  auto fetch = [&](int j) {
+    if constexpr (Taps == 8 || Taps < 7) return load_row<T, V>(x, j);
+    // One address that moves on: with many rows the compiler would keep an address for each.
+    const Pack<T, V> pack = load_row<T, V>(x, 0);
+    x.row += x.row_pitch;
+    x.first += x.step;
+    return pack;
+  };
 #pragma unroll
-  for (int j = 0; j < ahead; ++j) buffer[j] = load_row<T, V>(x, j);
-  A w[Taps][filters];
+  for (int j = 0; j < ahead; ++j) buffer[j] = fetch(j);
+  // Many taps: only those that the tile's rows use at a time are held, the next ones come two rows ahead.
+  constexpr bool streamed = has_long_tile_taps(sizeof(T), V, ChannelsLast) && Taps > 11;
+  constexpr int held = streamed && Rows + 2 < Taps ? Rows + 2 : Taps;
+  A w[held][filters];
+  auto load_tap = [&](int k) {
 #pragma unroll
-  for (int k = 0; k < Taps; ++k)
+    for (int f = 0; f < filters; ++f) {
+      const T* address = weight + k * weight_tap + f * weight_filter;
+      if constexpr (streamed)
+        w[k % held][f] = load_here(address);
+      else
+        w[k % held][f] = widen(__ldg(address));
+    }
+  };
 #pragma unroll
-    for (int f = 0; f < filters; ++f) w[k][f] = widen(__ldg(weight + k * weight_tap + f * weight_filter));
+  for (int k = 0; k < Taps && (!streamed || k < 2); ++k) load_tap(k);
 #pragma unroll
   for (int j = 0; j < input_rows; ++j) {
     A value[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) value[v] = widen(buffer[j % ahead].value[v]);
-    if (j + ahead < input_rows) buffer[j % ahead] = load_row<T, V>(x, j + ahead);
+    if (j + ahead < input_rows) buffer[j % ahead] = fetch(j + ahead);
+    if (streamed && j + 2 < Taps) load_tap(j + 2);
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
       const int k = j - Step * i;
       if (k < 0 || k >= Taps) continue;
 #pragma unroll
-      for (int v = 0; v < V; ++v) sum[i][v] += w[k][ChannelsLast ? v : 0] * value[v];
+      for (int v = 0; v < V; ++v) sum[i][v] += w[k % held][ChannelsLast ? v : 0] * value[v];
     }
   }
 }
@@ -130,6 +162,7 @@ template <typename T, int V, int Taps, int Rows, bool ChannelsLast>
 constexpr int resident_blocks() {
   if (V == 1 && sizeof(T) < 8) return 4;
   if (forward_threads(V, Taps, Rows, ChannelsLast) == 128) return 3;
+  if (forward_threads(V, Taps, Rows, ChannelsLast) == 512) return 1;
   return Rows == 1 ? 3 : 2;
 }
 
@@ -158,22 +191,17 @@ __global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast),
     for (int f = 0; f < p.fold; ++f) {
       InputColumn<T> part = x;
       const T* w = weight;
-      auto advance = [&](int taps) {
-        part.row += taps * part.row_pitch;
-        part.first += taps * part.step;
-        w += taps * p.weight_tap;
+      auto add = [&](auto count) {
+        constexpr int n = decltype(count)::value;
+        add_taps<n, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
+        part.row += n * part.row_pitch;
+        part.first += n * part.step;
+        w += n * p.weight_tap;
       };
-      for (int left = p.taps >> 3; left > 0; --left, advance(8))
-        add_taps<8, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
-      if (p.taps & 4) {
-        add_taps<4, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
-        advance(4);
-      }
-      if (p.taps & 2) {
-        add_taps<2, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
-        advance(2);
-      }
-      if (p.taps & 1) add_taps<1, Rows, Step, ChannelsLast, T, V>(sum, part, w, p.weight_tap, p.weight_filter);
+      for (int left = p.taps >> 3; left > 0; --left) add(std::integral_constant<int, 8>{});
+      if (p.taps & 4) add(std::integral_constant<int, 4>{});
+      if (p.taps & 2) add(std::integral_constant<int, 2>{});
+      if (p.taps & 1) add(std::integral_constant<int, 1>{});
       x.row += p.input_stride.c;
       weight += p.weight_filter;
     }
@@ -202,12 +230,15 @@ ForwardKernel pick_kernel(const ForwardPlan& plan) {
   if (plan.tiling.rows == 1) return forward_kernel<T, V, 0, 1, 1, ChannelsLast>;
   if constexpr (!ChannelsLast && sizeof(T) != 8)
     if (plan.step == 2) return pick_rows<T, V, 0, 2, ChannelsLast>(plan.tiling.rows);
+#define DEPTHCONV_CASE(K) \
+  case K: return pick_rows<T, V, K, 1, ChannelsLast>(plan.tiling.rows);
   if constexpr (has_tile_taps(sizeof(T), V, ChannelsLast)) switch (plan.taps) {
-      case 3: return pick_rows<T, V, 3, 1, ChannelsLast>(plan.tiling.rows);
-      case 5: return pick_rows<T, V, 5, 1, ChannelsLast>(plan.tiling.rows);
-      case 7: return pick_rows<T, V, 7, 1, ChannelsLast>(plan.tiling.rows);
-      case 11: return pick_rows<T, V, 11, 1, ChannelsLast>(plan.tiling.rows);
+      DEPTHCONV_TILE_TAPS(DEPTHCONV_CASE)
     }
+  if constexpr (has_long_tile_taps(sizeof(T), V, ChannelsLast)) switch (plan.taps) {
+      DEPTHCONV_LONG_TILE_TAPS(DEPTHCONV_CASE)
+    }
+#undef DEPTHCONV_CASE
   return pick_rows<T, V, 0, 1, ChannelsLast>(plan.tiling.rows);
 }
 

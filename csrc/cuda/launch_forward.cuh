@@ -1,6 +1,7 @@
 // Chooses the compiled forward kernel that a plan names, and launches it.
 #pragma once
 
+#include "band.cuh"
 #include "flat.cuh"
 #include "forward.cuh"
 #include "march_forward.cuh"
@@ -36,6 +37,8 @@ template <typename T>
 const char* launch_forward(const Convolution& c, const ForwardPlan& plan, cudaStream_t stream) {
   if constexpr (sizeof(T) < 8)
     if (plan.flat.use) return launch_flat_forward<T>(c, plan.flat, stream);
+  if constexpr (sizeof(T) == 2)
+    if (plan.band_steps) return launch_band<T>(c, plan, stream);
   for (int64_t n = 0; n < c.N; n += plan.images) {
     Tiling tiling = plan.tiling;
     tiling.lines = tiling.lines / c.N * std::min(plan.images, c.N - n);

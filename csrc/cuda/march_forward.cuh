@@ -78,11 +78,10 @@ __global__ void __launch_bounds__(march_threads, march_blocks(sizeof(T), V, Taps
 template <typename T, int V, bool ChannelsLast>
 ForwardKernel pick_march_forward(int taps) {
   switch (taps) {
-#define DEPTHCONV_CASE(K)                                                            \
-  case K:                                                                            \
-    if constexpr (V == march_width(sizeof(T), K, ChannelsLast) &&                    \
-                  !(K <= 11 && K != 9 && has_tile_taps(sizeof(T), V, ChannelsLast))) \
-      return march_forward_kernel<T, V, K, ChannelsLast>;                            \
+#define DEPTHCONV_CASE(K)                                                                                    \
+  case K:                                                                                                    \
+    if constexpr (V == march_width(sizeof(T), K, ChannelsLast) && !tile_taps(sizeof(T), V, ChannelsLast, K)) \
+      return march_forward_kernel<T, V, K, ChannelsLast>;                                                    \
     break;
     DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)
 #undef DEPTHCONV_CASE
