@@ -63,12 +63,12 @@ constexpr const char* channels_last = "channels_last";  // a register tile; vect
 constexpr const char* march_channels_last = "march_channels_last";
 constexpr const char* flat = "flat";  // planes as runs of memory, through shared memory
 constexpr const char* one_pass_flat = "one_pass_flat";
-constexpr const char* band = "band";  // tensor cores: vectors along the width, or scalars
-constexpr const char* band_channels_last = "band_channels_last";
+constexpr const char* band = "band";          // tensor cores: vectors along the width
 constexpr const char* plain = "plain";        // one element a thread, 64-bit indices
 constexpr const char* one_pass = "one_pass";  // a register tile
 constexpr const char* one_pass_march = "one_pass_march";
 constexpr const char* one_pass_channels_last = "one_pass_channels_last";
+constexpr const char* one_pass_march_channels_last = "one_pass_march_channels_last";
 constexpr const char* weight_gradient = "weight_gradient";
 constexpr const char* weight_gradient_channels_last = "weight_gradient_channels_last";
 constexpr const char* strided_input_gradient = "strided_input_gradient";
@@ -263,17 +263,20 @@ inline bool march_taps(int64_t K) {
   return false;
 }
 
-// The backward march stops where its unrolled ring outgrows the instruction cache.
-constexpr int march_backward_most = 21;
+// Its unrolled ring must stay in the instruction cache: many taps march in narrower columns.
+constexpr int march_backward_most = 31;
 inline bool march_backward_taps(int64_t K) { return K <= march_backward_most && march_taps(K); }
 
-constexpr int march_backward_width(int size, int64_t taps) {
-  const int most = taps <= 9 ? 8 : 4;
+constexpr int march_backward_width(int size, int64_t taps, bool channels_last) {
+  // channels_last keeps weights and sums of every channel of a pack: 4 or 8 bytes of them, as few as a copy moves.
+  if (channels_last) return taps <= 11 && size == 4 ? 2 : size == 4 ? 1 : taps <= 5 ? 4 : 2;
+  const int most = taps <= 9 ? 8 : taps <= 21 ? 4 : 2;
   return most < 16 / size ? most : 16 / size;
 }
 
-constexpr int march_backward_blocks(int size, int vector_width, int taps) {
-  const int held = taps * (vector_width + 2) + 3 * vector_width + (vector_width == 1 ? 62 : 48);
+constexpr int march_backward_blocks(int size, int vector_width, int taps, bool channels_last) {
+  const int held = channels_last ? 3 * taps * vector_width + 4 * vector_width + 66
+                                 : taps * (vector_width + 2) + 3 * vector_width + (vector_width == 1 ? 62 : 48);
   return held <= 64 ? 8 : held <= 80 ? 6 : held <= 96 ? 5 : held <= 128 ? 4 : held <= 168 ? 3 : 2;
 }
 
@@ -406,37 +409,29 @@ constexpr int band_depth = 4;        // blocks of 16 rows in flight a warp, one 
 constexpr int band_capability = 80;  // sm_80 has the product of 16 x 8 x 16
 
 // Blocks a multiprocessor: bounds the registers of a thread to 80, 96, 128, 168 or 255.
-constexpr int band_blocks(int vector_width, int steps, int stride, bool channels_last) {
+constexpr int band_blocks(int vector_width, int steps, int stride) {
   const int held = 2 * vector_width * (steps + 1) + 2 * steps + stride + 2 * vector_width + 51;
-  if (channels_last) return steps == 2 ? 3 : 2;
   return held <= 72 ? 6 : held <= 96 ? 5 : held <= 132 ? 4 : held <= 170 ? 3 : 2;
 }
 
 // Blocks of 16 input rows that 16 output rows read, of those that are compiled in; 0: none does.
-inline int band_steps(int64_t taps, int64_t stride, bool channels_last) {
+inline int band_steps(int64_t taps, int64_t stride) {
   const int64_t steps = ceil_div(15 * stride + taps, 16);
   if (stride == 2) return steps <= 3 ? 3 : 0;
   if (stride != 1) return 0;
-  return steps <= 3 ? std::max<int>(2, static_cast<int>(steps)) : steps <= 5 && !channels_last ? 5 : 0;
+  return steps <= 3 ? std::max<int>(2, static_cast<int>(steps)) : steps <= 5 ? 5 : 0;
 }
 
 // Fills the plan and says true where the band kernels take the problem.
 inline bool plan_band(const Convolution& c, int multiprocessors, int64_t step, int64_t row_step, ForwardPlan& plan) {
-  const int steps = band_steps(c.K, step, plan.channels_last);
-  if (element_size(c.dtype) != 2 || !steps || c.fold != 1) return false;
+  const int steps = band_steps(c.K, step);
+  if (element_size(c.dtype) != 2 || !steps || c.fold != 1 || plan.channels_last || c.stride.w != 1 || c.padding.w != 0)
+    return false;
   int width = 1;
-  if (plan.channels_last) {
-    width = 8;
-    if (c.multiplier != 1 || c.C_out % width || !channels_aligned(c.input, width, 2) ||
-        !channels_aligned(c.output, width, 2))
-      return false;
-  } else if (c.stride.w == 1 && c.padding.w == 0) {
-    while (width < 8 && c.W % (2 * width) == 0 && rows_aligned(c.input, 2 * width, 2) &&
-           rows_aligned(c.output, 2 * width, 2))
-      width *= 2;
-  }
-  const int64_t cols = plan.channels_last ? c.W_out : c.W_out / width;
-  const int64_t channels = plan.channels_last ? c.C_out / width : c.C_out;
+  while (width < 8 && c.W % (2 * width) == 0 && rows_aligned(c.input, 2 * width, 2) &&
+         rows_aligned(c.output, 2 * width, 2))
+    width *= 2;
+  const int64_t cols = c.W_out / width, channels = c.C_out;
   if (cols >= index_limit || c.N >= index_limit) return false;
   if (width == 1) return false;
   Tiling t;
@@ -457,11 +452,9 @@ inline bool plan_band(const Convolution& c, int multiprocessors, int64_t step, i
   t.block_lines = band_threads / 32;
   t.blocks = ceil_div(t.lines, t.block_lines);
   plan.tiling = t;
-  plan.kernel = plan.channels_last ? kernel_name::band_channels_last : kernel_name::band;
-  plan.reason = plan.channels_last ? "half type, channels_last: tensor cores, 8 channels a load"
-                : width == 8       ? "half type, rows start on 16 bytes: tensor cores, 16-byte vectors along the width"
-                : width > 1        ? "half type: tensor cores, vectors as wide as the rows are aligned"
-                                   : "half type, rows unaligned, strided or padded: tensor cores, one element a load";
+  plan.kernel = kernel_name::band;
+  plan.reason = width == 8 ? "half type, rows start on 16 bytes: tensor cores, 16-byte vectors along the width"
+                           : "half type: tensor cores, vectors as wide as the rows are aligned";
   plan.vector_width = width;
   plan.taps = 0;
   plan.band_steps = steps;
@@ -685,6 +678,11 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
     p.tap_chunk = static_cast<int>(g.K);
     if (!p.channels_last && !vectors) p.flat = plan_flat_backward(a, multiprocessors);
     const int64_t row_step = g.dilation.h;
+    const int march_width_of_channels = march_backward_width(size, g.K, true);
+    auto channel_packs = [&](int packed) {
+      return g.C % packed == 0 && channels_aligned(a.input, packed, size) &&
+             channels_aligned(a.grad_output, packed, size) && channels_aligned(a.grad_input, packed, size);
+    };
     if (p.flat.use) {
       p.kernel = kernel_name::one_pass_flat;
       p.vector_width = width;
@@ -697,12 +695,30 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
       p.march = true;
       p.kernel = kernel_name::one_pass_march;
       p.taps = static_cast<int>(g.K);
-      if (vectors) p.vector_width = march_backward_width(size, g.K);
+      if (vectors) p.vector_width = march_backward_width(size, g.K, false);
       const int64_t resident =
-          int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps);
+          int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps, false);
       const int rows = march_rows(ceil_div(g.H, row_step), g.N * g.C * g.W / p.vector_width * row_step, resident);
       p.tiling = reduction_tiling(false, g.N, g.H, g.W, p.vector_width, rows, static_cast<int>(row_step));
       split_channels(p, g.C, multiprocessors);
+    } else if (p.channels_last && size < 8 && march_backward_taps(g.K) && channel_packs(march_width_of_channels)) {
+      p.march = true;
+      p.kernel = kernel_name::one_pass_march_channels_last;
+      p.reason = "stride 1, channels_last: one pass, vectors along the channels";
+      p.taps = static_cast<int>(g.K);
+      p.vector_width = march_width_of_channels;
+      const int64_t packs = g.C / p.vector_width, height = ceil_div(g.H, row_step);
+      const int64_t resident =
+          int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps, true);
+      Tiling& t = p.tiling;
+      t = make_tiling(g.N, g.H, packs, march_rows(height, g.N * g.W * packs * row_step, resident),
+                      static_cast<int>(row_step), march_threads);
+      p.channel_groups = t.col_groups;
+      t.col_groups = 1;
+      t.lines *= g.W;
+      t.blocks = ceil_div(t.lines, t.block_lines);
+      const int64_t wanted = std::min(t.blocks, ceil_div(int64_t{multiprocessors} * 32, p.channel_groups));
+      p.splits = static_cast<int>(ceil_div(t.blocks, ceil_div(t.blocks, wanted)));
     } else {
       if (p.vector_width == 1) p.taps = tile_taps(size, 1, p.channels_last, g.K);
       p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, one_pass_rows(p.vector_width),

@@ -2,11 +2,11 @@
 // matrix, made of the taps, times the input rows that they read, so m16n8k16 products with float32 sums replace the
 // multiply-adds, which would take longer than the memory for more than a few taps.
 //
-// A warp owns up to 8 packed columns (V elements side by side, or V channels in channels_last) of a tile of rows and
-// walks down it, sixteen output rows at a time. The last `Steps` blocks of sixteen input rows stay in registers as the
-// products' right-hand sides, so each row is loaded once a tile; the next blocks are on their way into a private queue
-// in shared memory. Lane l holds column l / 4 of input rows 2 (l % 4) + {0, 1, 8, 9}, and columns 2 (l % 4) + {0, 1} of
-// output rows l / 4 + {0, 8}. Bytes: x once and y once, and (K - 1) / rows of x again from L2.
+// A warp owns up to 8 columns (V elements side by side) of a tile of rows and walks down it, sixteen output rows at a
+// time. The last `Steps` blocks of sixteen input rows stay in registers as the products' right-hand sides, so each row
+// is loaded once a tile; the next blocks are on their way into a private queue in shared memory. Lane l holds column l
+// / 4 of input rows 2 (l % 4) + {0, 1, 8, 9}, and columns 2 (l % 4) + {0, 1} of output rows l / 4 + {0, 8}. Bytes: x
+// once and y once, and (K - 1) / rows of x again from L2.
 //
 // The band's zeros meet rows that an output does not read. Where such a row holds an inf or NaN the product is wrong,
 // so a warp that has loaded one computes those outputs again, tap by tap.
@@ -27,8 +27,8 @@ struct BandParameters {
   int64_t weight_filter, weight_tap, bias_step;
   unsigned units;  // warps of work
   unsigned images, packed, group_cols;
-  int taps, rows, H, W, H_out;
-  int stride_h, stride_w, padding_h, padding_w, dilation_h;
+  int taps, rows, H, H_out;
+  int stride_h, padding_h, dilation_h;
 };
 
 template <typename T>
@@ -114,23 +114,18 @@ __device__ __forceinline__ BandColumn band_column(const BandParameters& p, unsig
 
 constexpr unsigned band_queue_bytes(int vector_width) { return band_threads * band_depth * 4 * 2 * vector_width; }
 
-template <typename T, int V, int Steps, int Stride, bool ChannelsLast>
-__global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride, ChannelsLast))
+template <typename T, int V, int Steps, int Stride>
+__global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride))
     band_forward_kernel(const __grid_constant__ BandParameters p) {
   constexpr int bands = 2 * Steps + Stride;  // distinct registers of the band matrices: those 8 apart repeat
-  constexpr int filters = ChannelsLast ? V : 1;
   constexpr int kept = Steps - Stride;
   const int lane = threadIdx.x % 32, pair = lane % 4, line = lane / 4;
   unsigned unit = blockIdx.x * (band_threads / 32) + threadIdx.x / 32;
   if (unit >= p.units) return;
   unsigned col_group, tile, channel, phase, unused;
-  if (ChannelsLast) unit = divide(unit, p.channels, channel);
   unit = divide(unit, p.col_groups, col_group);
   unit = divide(unit, p.tiles, tile);
-  if (ChannelsLast)
-    channel *= V;
-  else
-    unit = divide(unit, p.channels, channel);
+  unit = divide(unit, p.channels, channel);
   const int row_step = static_cast<int>(p.row_step.divisor);
   const int row = static_cast<int>(divide(tile, p.row_step, phase) * row_step * p.rows + phase);
   if (row >= p.H_out) return;
@@ -139,19 +134,17 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride, Ch
   const int needed = Stride * (rows - 1) + p.taps;  // input rows, dilation_h apart from `first` on
   const int first = row * p.stride_h - p.padding_h;
 
-  auto input_column = [&](const BandColumn& at, bool& inside) {
-    const int wi = static_cast<int>(ChannelsLast ? at.wo : at.wo * V) * p.stride_w - p.padding_w;
-    inside = at.valid && static_cast<unsigned>(wi) < static_cast<unsigned>(p.W);
+  auto input_column = [&](const BandColumn& at) {
     return static_cast<const T*>(p.input) + at.n * p.input_stride.n +
-           divide(channel, p.multiplier, unused) * p.input_stride.c + first * p.input_stride.h + wi * p.input_stride.w;
+           divide(channel, p.multiplier, unused) * p.input_stride.c + first * p.input_stride.h + at.wo * V;
   };
   auto output_column = [&](const BandColumn& at) {
     return static_cast<T*>(p.output) + at.n * p.output_stride.n + channel * p.output_stride.c +
-           row * p.output_stride.h + (ChannelsLast ? at.wo : at.wo * V) * p.output_stride.w;
+           row * p.output_stride.h + at.wo * V;
   };
   extern __shared__ double shared_memory[];
-  bool inside;
-  const T* x = input_column(band_column(p, unit, col_group, line), inside);
+  const BandColumn read = band_column(p, unit, col_group, line);
+  const T* x = input_column(read);
   const int64_t pitch = p.dilation_h * p.input_stride.h;
   RowQueue<T, V, 4 * band_depth> queue(shared_memory, band_threads);
   const int blocks_of_rows = kept + Stride * ((rows + 15) / 16);
@@ -162,7 +155,7 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride, Ch
       for (int i = 0; i < 4; ++i) {
         const int j = pushed * 16 + pair * 2 + i % 2 + i / 2 * 8;
         const bool present =
-            inside && j < needed && static_cast<unsigned>(first + j * p.dilation_h) < static_cast<unsigned>(p.H);
+            read.valid && j < needed && static_cast<unsigned>(first + j * p.dilation_h) < static_cast<unsigned>(p.H);
         queue.push(pushed * 4 + i, present ? x + j * pitch : static_cast<const T*>(p.input), present);
       }
       ++pushed;
@@ -187,29 +180,20 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride, Ch
     push();
   };
 
-  // Band word m: taps 8 (m - Stride) + 2 pair - Stride line, and the next one. channels_last has one a channel, more
-  // than the registers hold: each lane keeps its own in shared memory.
+  // Band word m: taps 8 (m - Stride) + 2 pair - Stride line, and the next one.
   const T* weight = static_cast<const T*>(p.weight) + channel * p.weight_filter;
-  auto kept_bands = reinterpret_cast<unsigned (*)[band_threads]>(reinterpret_cast<unsigned char*>(shared_memory) +
-                                                                 band_queue_bytes(V));
   unsigned band[bands];
-  float bias = 0.f;
-#pragma unroll 1
-  for (int f = 0; f < filters; ++f) {
-    if (p.bias) bias = widen(__ldg(static_cast<const T*>(p.bias) + (channel + f) * p.bias_step));
-    if (ChannelsLast) kept_bands[f * (bands + 1) + bands][threadIdx.x] = __float_as_uint(bias);
 #pragma unroll
-    for (int m = 0; m < bands; ++m) {
-      const int k = 8 * (m - Stride) + 2 * pair - Stride * line;
-      const T* tap = weight + f * p.weight_filter + k * p.weight_tap;
-      const T none = narrow<T, float>(0.f);
-      band[m] = join(static_cast<unsigned>(k) < static_cast<unsigned>(p.taps) ? __ldg(tap) : none,
-                     static_cast<unsigned>(k + 1) < static_cast<unsigned>(p.taps) ? __ldg(tap + p.weight_tap) : none);
-      if (ChannelsLast) kept_bands[f * (bands + 1) + m][threadIdx.x] = band[m];
-    }
+  for (int m = 0; m < bands; ++m) {
+    const int k = 8 * (m - Stride) + 2 * pair - Stride * line;
+    const T* tap = weight + k * p.weight_tap;
+    const T none = narrow<T, float>(0.f);
+    band[m] = join(static_cast<unsigned>(k) < static_cast<unsigned>(p.taps) ? __ldg(tap) : none,
+                   static_cast<unsigned>(k + 1) < static_cast<unsigned>(p.taps) ? __ldg(tap + p.weight_tap) : none);
   }
-  const BandColumn places[2] = {band_column(p, unit, col_group, 2 * pair),
-                                band_column(p, unit, col_group, 2 * pair + 1)};
+  const float bias = p.bias ? widen(__ldg(static_cast<const T*>(p.bias) + channel * p.bias_step)) : 0.f;
+  const int stored = pair / 2 * 4 + pair % 2;  // the first of two columns, two apart, that this lane stores
+  const BandColumn places[2] = {band_column(p, unit, col_group, stored), band_column(p, unit, col_group, stored + 2)};
   T* y[2] = {output_column(places[0]), output_column(places[1])};
   const int64_t y_pitch = row_step * p.output_stride.h;
 
@@ -232,13 +216,6 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride, Ch
       float sum[2][4] = {};
 #pragma unroll
       for (int v = pack; v < V && v < pack + 2; ++v) {
-        if (ChannelsLast) {
-          // Volatile, or the loads are all moved out of the loop, into too few registers.
-          volatile unsigned (*own)[band_threads] = kept_bands + v * (bands + 1);
-#pragma unroll
-          for (int m = 0; m < bands; ++m) band[m] = own[m][threadIdx.x];
-          bias = __uint_as_float(own[bands][threadIdx.x]);
-        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[v - pack][i] = bias;
 #pragma unroll
@@ -251,6 +228,14 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride, Ch
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      // Neighbouring lanes swap a column, so that what they store together is one run of memory.
+#pragma unroll
+      for (int v = 0; v < (V + 1) / 2; ++v) {
+        const bool odd = pair % 2;
+        const unsigned other = __shfl_xor_sync(0xffffffffu, odd ? result[h][0][v] : result[h][1][v], 1);
+        result[h][0][v] = odd ? other : result[h][0][v];
+        result[h][1][v] = odd ? result[h][1][v] : other;
+      }
       const int i = done + line + 8 * h;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -267,21 +252,18 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride, Ch
 #pragma unroll 1
     for (int part = 0; part < 4; ++part) {
       const int i = done + line + part / 2 * 8;
-      const BandColumn at = band_column(p, unit, col_group, 2 * pair + part % 2);
+      const BandColumn at = band_column(p, unit, col_group, stored + part % 2 * 2);
       if (!at.valid || i >= rows) continue;
-      bool there;
-      const T* column = input_column(at, there);
+      const T* column = input_column(at);
       T* target = output_column(at) + i * y_pitch;
 #pragma unroll 1
       for (int v = 0; v < V; ++v) {
-        const T* w = weight + (ChannelsLast ? v * p.weight_filter : 0);
-        float total =
-            p.bias ? widen(static_cast<const T*>(p.bias)[(channel + (ChannelsLast ? v : 0)) * p.bias_step]) : 0.f;
+        float total = bias;
 #pragma unroll 1
         for (int k = 0; k < p.taps; ++k) {
           const int j = Stride * i + k;
-          const bool present = there && static_cast<unsigned>(first + j * p.dilation_h) < static_cast<unsigned>(p.H);
-          total += widen(w[k * p.weight_tap]) * (present ? widen(column[j * pitch + v]) : 0.f);
+          const bool present = static_cast<unsigned>(first + j * p.dilation_h) < static_cast<unsigned>(p.H);
+          total += widen(weight[k * p.weight_tap]) * (present ? widen(column[j * pitch + v]) : 0.f);
         }
         target[v] = narrow<T, float>(total);
       }
@@ -291,25 +273,23 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride, Ch
 
 using BandKernel = void (*)(BandParameters);
 
-template <typename T, int V, bool ChannelsLast>
+template <typename T, int V>
 BandKernel pick_band(int steps, int stride) {
-  if (stride == 2) return steps == 3 ? band_forward_kernel<T, V, 3, 2, ChannelsLast> : nullptr;
+  if (stride == 2) return steps == 3 ? band_forward_kernel<T, V, 3, 2> : nullptr;
   switch (steps) {
-    case 2: return band_forward_kernel<T, V, 2, 1, ChannelsLast>;
-    case 3: return band_forward_kernel<T, V, 3, 1, ChannelsLast>;
-    case 5:
-      if constexpr (!ChannelsLast) return band_forward_kernel<T, V, 5, 1, ChannelsLast>;
+    case 2: return band_forward_kernel<T, V, 2, 1>;
+    case 3: return band_forward_kernel<T, V, 3, 1>;
+    case 5: return band_forward_kernel<T, V, 5, 1>;
   }
   return nullptr;
 }
 
 template <typename T>
 BandKernel pick_band(const ForwardPlan& plan) {
-  if (plan.channels_last) return plan.vector_width == 8 ? pick_band<T, 8, true>(plan.band_steps, plan.step) : nullptr;
   switch (plan.vector_width) {
-    case 2: return pick_band<T, 2, false>(plan.band_steps, plan.step);
-    case 4: return pick_band<T, 4, false>(plan.band_steps, plan.step);
-    case 8: return pick_band<T, 8, false>(plan.band_steps, plan.step);
+    case 2: return pick_band<T, 2>(plan.band_steps, plan.step);
+    case 4: return pick_band<T, 4>(plan.band_steps, plan.step);
+    case 8: return pick_band<T, 8>(plan.band_steps, plan.step);
   }
   return nullptr;
 }
@@ -320,18 +300,15 @@ const char* launch_band(const Convolution& c, const ForwardPlan& plan, cudaStrea
   const BandKernel kernel = pick_band<T>(plan);
   if (!kernel) return "depthconv: the plan names a kernel that was not compiled";
   const Tiling& t = plan.tiling;
-  const int words = 2 * plan.band_steps + plan.step + 1;  // of a channel's bands and bias
-  const unsigned shared =
-      band_queue_bytes(plan.vector_width) + (plan.channels_last ? plan.vector_width * words * band_threads * 4 : 0);
+  const unsigned shared = band_queue_bytes(plan.vector_width);
   if (const char* error = allow_shared(reinterpret_cast<const void*>(kernel), shared)) return error;
   for (int64_t n = 0; n < c.N; n += plan.images) {
     const int64_t images = std::min(plan.images, c.N - n);
-    const int64_t channels = plan.channels_last ? c.C_out / plan.vector_width : c.C_out;
     BandParameters p;
     p.col_groups = FastDivisor(t.col_groups);
     p.tiles = FastDivisor(t.tiles);
     p.row_step = FastDivisor(t.row_step);
-    p.channels = FastDivisor(channels);
+    p.channels = FastDivisor(c.C_out);
     p.cols = FastDivisor(t.cols);
     p.multiplier = FastDivisor(c.multiplier);
     p.input = at<T>(c.input.data, n * c.input.stride.n);
@@ -343,19 +320,16 @@ const char* launch_band(const Convolution& c, const ForwardPlan& plan, cudaStrea
     p.weight_filter = c.weight.filter;
     p.weight_tap = c.weight.tap;
     p.bias_step = c.bias.step;
-    p.units = static_cast<unsigned>(channels * t.col_groups * t.tiles * ceil_div(images, plan.packed));
+    p.units = static_cast<unsigned>(c.C_out * t.col_groups * t.tiles * ceil_div(images, plan.packed));
     p.images = static_cast<unsigned>(images);
     p.packed = static_cast<unsigned>(plan.packed);
     p.group_cols = static_cast<unsigned>(t.block_cols);
     p.taps = static_cast<int>(c.K);
     p.rows = t.rows;
     p.H = static_cast<int>(c.H);
-    p.W = static_cast<int>(c.W);
     p.H_out = static_cast<int>(c.H_out);
     p.stride_h = static_cast<int>(c.stride.h);
-    p.stride_w = static_cast<int>(c.stride.w);
     p.padding_h = static_cast<int>(c.padding.h);
-    p.padding_w = static_cast<int>(c.padding.w);
     p.dilation_h = static_cast<int>(c.dilation.h);
     const unsigned blocks = (p.units + band_threads / 32 - 1) / (band_threads / 32);
     kernel<<<blocks, band_threads, shared, stream>>>(p);

@@ -64,17 +64,18 @@ BackwardKernel pick_weight_gradient(int rows) {
   return rows == 1 ? weight_gradient_kernel<T, V, 1, ChannelsLast> : weight_gradient_kernel<T, V, 8, ChannelsLast>;
 }
 
-template <typename T>
+template <typename T, bool ChannelsLast>
 BackwardKernel pick_march(const ReductionPlan& plan) {
-  if constexpr (sizeof(T) == 8) {
-    return nullptr;
-  } else {
-    if constexpr (sizeof(T) == 4)
-      if (plan.vector_width == 1) return pick_march_backward<T, 1>(plan.taps);
-    if constexpr (sizeof(T) == 2)
-      if (plan.vector_width == 8) return pick_march_backward<T, 8>(plan.taps);
-    return plan.vector_width == 4 ? pick_march_backward<T, 4>(plan.taps) : nullptr;
-  }
+  if constexpr (sizeof(T) < 8) switch (plan.vector_width) {
+      case 1:
+        if constexpr (sizeof(T) == 4) return pick_march_backward<T, 1, ChannelsLast>(plan.taps);
+        break;
+      case 2: return pick_march_backward<T, 2, ChannelsLast>(plan.taps);
+      case 4: return pick_march_backward<T, 4, ChannelsLast>(plan.taps);
+      case 8:
+        if constexpr (sizeof(T) == 2) return pick_march_backward<T, 8, ChannelsLast>(plan.taps);
+    }
+  return nullptr;
 }
 
 template <typename T>
@@ -98,8 +99,9 @@ const char* launch_one_pass(const BackwardArguments& a, const ReductionPlan& r, 
   unsigned shared = shared_bytes_for<T>(r.tap_chunk);
   BackwardKernel kernel = nullptr;
   if (r.march) {
-    kernel = pick_march<T>(r);
-    shared = march_shared_bytes(sizeof(T), r.vector_width, r.taps);
+    kernel = r.channels_last ? pick_march<T, true>(r) : pick_march<T, false>(r);
+    if (!kernel) return "depthconv: the plan names a kernel that was not compiled";
+    shared = march_shared_bytes(sizeof(T), r.vector_width, r.taps, r.channels_last);
     if (const char* error = allow_shared(reinterpret_cast<const void*>(kernel), shared)) return error;
   } else if (r.channels_last) {
     kernel = pick_one_pass<T, 1, true>(r.taps);

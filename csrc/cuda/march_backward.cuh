@@ -3,9 +3,9 @@
 //
 // A thread owns one column (V elements side by side) of a tile of input rows and walks down it: the last Taps
 // grad_output rows lie in a ring of registers; x row i meets them all, giving one row of grad_input and one product a
-// tap. Rows of both tensors arrive through private queues in shared memory. A block keeps one channel and walks every
-// splits-th turn of its lines; sums are made as backward.cuh says. Bytes: x and grad_output read once, grad_input
-// written once; (Taps - 1) / rows of grad_output again from L2.
+// tap. Rows of both tensors arrive through private queues in shared memory. A block keeps one channel (channels_last:
+// up to 32 packs of V) and walks every splits-th turn of its lines; sums are made as backward.cuh says. Bytes: x and
+// grad_output read once, grad_input written once; (Taps - 1) / rows of grad_output again from L2.
 #pragma once
 
 #include "backward.cuh"
@@ -21,35 +21,59 @@ __device__ __forceinline__ bool all_finite(const accumulate_t<T> (&value)[V]) {
   return finite;
 }
 
-template <typename T, int V, int Taps>
-__global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T), V, Taps))
+// Step 3 for channels_last: threads `block_cols` apart share V channels.
+template <typename A, int V>
+__device__ __forceinline__ void store_channel_partials(const BackwardParameters& p, const TapSums<A>& sums,
+                                                       unsigned channel, int split, bool with_bias) {
+  __syncthreads();
+  const int cols = static_cast<int>(p.tiling.block_cols.divisor), lines = static_cast<int>(p.tiling.block_lines);
+  const int slots = p.taps + (with_bias ? 1 : 0);
+  for (int index = threadIdx.x; index < slots * V * cols; index += blockDim.x) {
+    const int col = index % cols, slot = index / cols;  // slot: tap * V + v
+    const unsigned filter = channel + col * V + slot % V;
+    if (filter >= p.channels) continue;
+    double total = 0;
+    for (int line = 0; line < lines; ++line) total += sums.total(slot, line * cols + col);
+    p.partial[(static_cast<int64_t>(filter) * (p.taps + 1) + slot / V) * p.splits + split] = total;
+  }
+}
+
+template <typename T, int V, int Taps, bool ChannelsLast>
+__global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T), V, Taps, ChannelsLast))
     march_backward_kernel(const __grid_constant__ BackwardParameters p) {
   using A = accumulate_t<T>;
   constexpr int depth = march_depth;
+  constexpr int filters = ChannelsLast ? V : 1;  // that a thread sums for
   extern __shared__ double shared_memory[];
   unsigned char* shared = reinterpret_cast<unsigned char*>(shared_memory);
   constexpr int queue_bytes = depth * march_threads * sizeof(Pack<T, V>);
   RowQueue<T, V, depth> dy_queue(shared, march_threads), x_queue(shared + queue_bytes, march_threads);
   TapSums<A> sums{reinterpret_cast<A*>(shared + 2 * queue_bytes), march_threads};
-  const int split = blockIdx.x % p.splits, channel = blockIdx.x / p.splits;
-  sums.clear(Taps + 1);
+  const int split = blockIdx.x % p.splits, group = blockIdx.x / p.splits;
+  sums.clear((Taps + 1) * filters);
   unsigned tx;
   const unsigned ty = divide(threadIdx.x, p.tiling.block_cols, tx);
   const unsigned turns =
       p.tiling.col_groups.divisor * ((p.tiling.lines + p.tiling.block_lines - 1) / p.tiling.block_lines);
-  const T* weight = static_cast<const T*>(p.weight) + channel * p.weight_filter;
-  A w[Taps];
+  // channels_last: a block keeps block_cols packs of V channels, a line is one column of the width.
+  const unsigned first_channel = ChannelsLast ? group * p.tiling.block_cols.divisor * V : group;
+  const unsigned channel = ChannelsLast ? first_channel + tx * V : group;
+  const bool working = channel < p.channels && ty < p.tiling.block_lines;
+  const T* weight = static_cast<const T*>(p.weight) + (working ? channel : 0) * p.weight_filter;
+  A w[Taps][filters];
 #pragma unroll
-  for (int k = 0; k < Taps; ++k) w[k] = widen(__ldg(weight + k * p.weight_tap));
+  for (int k = 0; k < Taps; ++k)
+#pragma unroll
+    for (int f = 0; f < filters; ++f) w[k][f] = widen(__ldg(weight + k * p.weight_tap + f * p.weight_filter));
   const int row_step =
       static_cast<int>(p.tiling.row_step.divisor);  // the dilation: both tensors' rows lie so far apart
   const int64_t x_pitch = row_step * p.input_stride.h, dy_pitch = row_step * p.grad_output_stride.h;
   const int64_t dx_pitch = row_step * p.grad_input_stride.h;
 
-  for (unsigned turn = split; turn < turns; turn += p.splits) {
+  for (unsigned turn = split; turn < turns && working; turn += p.splits) {
     Turn at;
-    if (!find_turn<false>(p, turn, tx, ty, p.rows, at) || at.row >= p.H) continue;
-    const unsigned col = at.col * V;
+    if (!find_turn<ChannelsLast>(p, turn, tx, ty, p.rows, at) || at.row >= p.H) continue;
+    const unsigned col = ChannelsLast ? at.col : at.col * V;
     const int left = (p.H - at.row + row_step - 1) / row_step;
     const int rows = left < p.rows ? left : p.rows;
     const int steps = rows + Taps - 1;
@@ -83,9 +107,13 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
     for (int u = 0; u < depth - 1; ++u) push();
     // grad_bias: a tile owns the grad_output rows that tap 0 reads, the first tile also those before them.
     const int bias_from = !p.with_bias ? steps : at.row < row_step ? 0 : Taps - 1;
-    A ring[Taps][V], grad_weight[Taps], bias = A(0), bias_lost = A(0);
+    A ring[Taps][V], grad_weight[Taps][filters], bias[filters], bias_lost[filters];
 #pragma unroll
-    for (int k = 0; k < Taps; ++k) grad_weight[k] = A(0);
+    for (int f = 0; f < filters; ++f) {
+      bias[f] = bias_lost[f] = A(0);
+#pragma unroll
+      for (int k = 0; k < Taps; ++k) grad_weight[k][f] = A(0);
+    }
     for (int group = 0; group < steps; group += Taps) {
 #pragma unroll
       for (int s = 0; s < Taps; ++s) {
@@ -98,10 +126,15 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
 #pragma unroll
         for (int v = 0; v < V; ++v) ring[s][v] = widen(dy_pack.value[v]);
         if (u >= bias_from) {
-          A row = ring[s][0];
+          if constexpr (ChannelsLast) {
 #pragma unroll
-          for (int v = 1; v < V; ++v) row += ring[s][v];
-          compensated_add(bias, bias_lost, row);
+            for (int v = 0; v < V; ++v) compensated_add(bias[v], bias_lost[v], ring[s][v]);
+          } else {
+            A row = ring[s][0];
+#pragma unroll
+            for (int v = 1; v < V; ++v) row += ring[s][v];
+            compensated_add(bias[0], bias_lost[0], row);
+          }
         }
         if (u < Taps - 1) continue;
         A value[V], grad_input[V];
@@ -110,7 +143,7 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
 #pragma unroll
         for (int k = 0; k < Taps; ++k)
 #pragma unroll
-          for (int v = 0; v < V; ++v) grad_input[v] += w[k] * ring[(s - k + Taps) % Taps][v];
+          for (int v = 0; v < V; ++v) grad_input[v] += w[k][ChannelsLast ? v : 0] * ring[(s - k + Taps) % Taps][v];
         store<T, V>(dx, grad_input);
         dx += dx_pitch;
         // The zeros that stand for missing grad_output rows must not meet an inf or NaN of x.
@@ -119,33 +152,42 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
 #pragma unroll
           for (int k = 0; k < Taps; ++k)
 #pragma unroll
-            for (int v = 0; v < V; ++v) grad_weight[k] += value[v] * ring[(s - k + Taps) % Taps][v];
+            for (int v = 0; v < V; ++v)
+              grad_weight[k][ChannelsLast ? v : 0] += value[v] * ring[(s - k + Taps) % Taps][v];
         } else {
           for (int k = 0; k < Taps; ++k) {
             if (!inside(u - k)) continue;
             const Pack<T, V> pack = load<T, V>(dy + (u - k) * dy_pitch);
-            A product = A(0);
+            A product[filters] = {};
 #pragma unroll
-            for (int v = 0; v < V; ++v) product += value[v] * widen(pack.value[v]);
-            sums.add(k, product);
+            for (int v = 0; v < V; ++v) product[ChannelsLast ? v : 0] += value[v] * widen(pack.value[v]);
+#pragma unroll
+            for (int f = 0; f < filters; ++f) sums.add(k * filters + f, product[f]);
           }
         }
       }
     }
 #pragma unroll
-    for (int k = 0; k < Taps; ++k) sums.add(k, grad_weight[k]);
-    if (p.with_bias) sums.add(Taps, bias), sums.add(Taps, -bias_lost);
+    for (int f = 0; f < filters; ++f) {
+#pragma unroll
+      for (int k = 0; k < Taps; ++k) sums.add(k * filters + f, grad_weight[k][f]);
+      if (p.with_bias) sums.add(Taps * filters + f, bias[f]), sums.add(Taps * filters + f, -bias_lost[f]);
+    }
   }
-  store_partials<A, false>(p, sums, channel, split, 0, Taps, p.with_bias);
+  if constexpr (ChannelsLast)
+    store_channel_partials<A, V>(p, sums, first_channel, split, p.with_bias);
+  else
+    store_partials<A, false>(p, sums, group, split, 0, Taps, p.with_bias);
 }
 
-template <typename T, int V>
+template <typename T, int V, bool ChannelsLast>
 BackwardKernel pick_march_backward(int taps) {
   switch (taps) {
-#define DEPTHCONV_CASE(K)                                                                          \
-  case K:                                                                                          \
-    if constexpr (K <= march_backward_most && (V == 1 || V == march_backward_width(sizeof(T), K))) \
-      return march_backward_kernel<T, V, K>;                                                       \
+#define DEPTHCONV_CASE(K)                                                                               \
+  case K:                                                                                               \
+    if constexpr (K <= march_backward_most &&                                                           \
+                  (V == march_backward_width(sizeof(T), K, ChannelsLast) || (V == 1 && !ChannelsLast))) \
+      return march_backward_kernel<T, V, K, ChannelsLast>;                                              \
     break;
     DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)
 #undef DEPTHCONV_CASE
@@ -153,8 +195,9 @@ BackwardKernel pick_march_backward(int taps) {
   return nullptr;
 }
 
-inline unsigned march_shared_bytes(int size, int vector_width, int taps) {
-  return march_threads * (2 * march_depth * size * vector_width + (taps + 1) * 2 * sizeof(float));
+inline unsigned march_shared_bytes(int size, int vector_width, int taps, bool channels_last) {
+  return march_threads *
+         (2 * march_depth * size * vector_width + (taps + 1) * 2 * sizeof(float) * (channels_last ? vector_width : 1));
 }
 
 }  // namespace depthconv::cuda
