@@ -132,7 +132,7 @@ inline Geometry make_geometry(const std::vector<int64_t>& input, const std::vect
   g.H_out = output_extent("height", g.H, g.K, g.stride.h, g.padding.h, g.dilation.h);
   g.W_out = output_extent("width", g.W, 1, g.stride.w, g.padding.w, 1);
   if (g.K == 1) g.dilation.h = 1;  // a single tap has none
-  int64_t count = 1;               // an empty batch counts as one: strides have to fit as well
+  int64_t count = 1;  // an empty batch counts as one: strides have to fit as well
   for (int64_t size : g.output_size())
     if (__builtin_mul_overflow(count, size > 1 ? size : 1, &count))
       fail("depthconv: the output has more elements than 64 bits count: size ", show(g.output_size()));
