@@ -509,13 +509,13 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors) {
     rows = march_rows(ceil_div(c.H_out, row_step), planes * cols * row_step, resident);
   } else {
     // Tall tiles re-read fewer rows, short ones give small problems enough threads.
-    if (step == 1 && c.fold == 1) plan.taps = tile;
+    if (step == 1 && c.fold == 1 && c.spread_w == 1) plan.taps = tile;
     const int tall = tall_rows(size, plan.vector_width, plan.taps, plan.channels_last);
     const int low = low_rows(size, plan.vector_width);
     if (step == 1) {
       const int64_t tall_threads = planes * cols * ceil_div(c.H_out, tall);
       const bool small = ceil_div(c.H_out, row_step) <= low || tall_threads < int64_t{multiprocessors} * 1024;
-      rows = small || c.fold > 1 ? low : tall;
+      rows = small || c.fold > 1 || c.spread_w > 1 ? low : tall;
     } else if (step == 2 && !plan.channels_last && size != 8) {
       rows = low;
     }

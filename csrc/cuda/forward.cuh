@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast),
   using A = accumulate_t<T>;
   ForwardPlace at;
   if (!find_place<V, ChannelsLast>(p, Rows, at)) return;
-  constexpr bool spread = V == 1 || ChannelsLast;
+  // The plan asks only these kernels: the division would cost the others registers.
+  constexpr bool spread = Taps == 0 && Rows <= 8 && (V == 1 || ChannelsLast);
   InputColumn<T> x = input_column<T, spread>(p, at);
   const T* weight = static_cast<const T*>(p.weight) + at.channel * p.fold * p.weight_filter;
 
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast),
   // Columns between those that outputs read are zeros, whatever the weight.
   const bool met = !spread || x.inside || p.spread_w.divisor == 1;
   if constexpr (Taps > 0) {
-    if (met) add_taps<Taps, Rows, Step, ChannelsLast, T, V>(sum, x, weight, p.weight_tap, p.weight_filter);
+    add_taps<Taps, Rows, Step, ChannelsLast, T, V>(sum, x, weight, p.weight_tap, p.weight_filter);
   } else {
     for (int f = met ? 0 : p.fold; f < p.fold; ++f) {
       InputColumn<T> part = x;
