@@ -90,6 +90,18 @@ py::dict describe(const ReductionPlan& plan) {
   return out;
 }
 
+py::dict describe(const Phase& phase) {
+  py::dict out;
+  out["row"] = phase.row;
+  out["height"] = phase.height;
+  out["first_tap"] = phase.first_tap;
+  out["tap_step"] = phase.tap_step;
+  out["taps"] = phase.taps;
+  out["padding"] = phase.padding;
+  out["dilation"] = phase.dilation;
+  return out;
+}
+
 py::dict named(const char* kernel, const char* reason) {
   py::dict out;
   out["kernel"] = kernel;
@@ -161,6 +173,11 @@ py::dict plan(const std::string& direction, const std::string& device, const std
     kernels.append(named(kernel_name::reduce, "adds the blocks' partial sums in a fixed order"));
   py::dict out;
   out["kernels"] = kernels;
+  if (chosen.phases.size() > 1) {
+    py::list phases;
+    for (const PhasePlan& phase : chosen.phases) phases.append(describe(phase.phase));
+    out["phases"] = phases;
+  }
   out["workspace_bytes"] = chosen.workspace * 8;
   return out;
 }
