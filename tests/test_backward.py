@@ -35,11 +35,13 @@ def test_masks(name: str, mask: tuple[bool, bool, bool], path: str, device: str,
         check_backward(replace(GEOMETRIES[name], mask=mask, path=path, layout=layout, seed=seed), device)
 
 
-@pytest.mark.parametrize("dtype, layout", [("float32", "contiguous"), ("bfloat16", "contiguous"), ("float32", "channels_last")])
+@pytest.mark.parametrize(
+    "layout, dtype", [("contiguous", "float32"), ("contiguous", "bfloat16"), ("channels_last", "float32")]
+)
 @pytest.mark.parametrize("dilation", range(1, 5))
 @pytest.mark.parametrize("stride", range(2, 6))
 def test_strides(stride: int, dilation: int, dtype: str, layout: str, device: str, seed: int) -> None:
-    """Taps fewer and more than the stride, heights that it divides and not, rows of whole vectors and not, every mask."""
+    """Taps fewer and more than the stride, heights that it divides and not, rows of whole vectors and not, each mask."""
     sizes = itertools.cycle(itertools.product((stride * 12, stride * 12 + 1, stride * 3 - 1), (8, 33, 32)))
     for taps, mask in itertools.product((1, 2, 3, 4, 7), MASKS[:-1]):
         height, width = next(sizes)
