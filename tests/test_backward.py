@@ -46,9 +46,8 @@ def test_strides(stride: int, dilation: int, dtype: str, layout: str, device: st
     for taps, mask in itertools.product((1, 2, 3, 4, 7), MASKS[:-1]):
         height, width = next(sizes)
         padding = max(taps // 2, math.ceil((dilation * (taps - 1) + 1 - height) / 2))
-        problem = Problem((2, 4, height, width), taps, stride=(stride, 1), padding=(padding, 0), dilation=(dilation, 1))
-        problem = replace(problem, mask=mask, dtype=dtype, layout=layout, grad_layout=layout, seed=seed)
-        check_backward(problem, device)
+        problem = Problem((2, 4, height, width), taps, 1, (stride, 1), (padding, 0), (dilation, 1), dtype=dtype, seed=seed)
+        check_backward(replace(problem, mask=mask, layout=layout, grad_layout=layout), device)
 
 
 @pytest.mark.parametrize("layout, dtype", EDGES)
