@@ -90,6 +90,18 @@ py::dict describe(const ReductionPlan& plan) {
   return out;
 }
 
+py::dict describe(const Phase& phase) {
+  py::dict out;
+  out["row"] = phase.row;
+  out["height"] = phase.height;
+  out["first_tap"] = phase.first_tap;
+  out["tap_step"] = phase.tap_step;
+  out["taps"] = phase.taps;
+  out["padding"] = phase.padding;
+  out["dilation"] = phase.dilation;
+  return out;
+}
+
 py::dict named(const char* kernel, const char* reason) {
   py::dict out;
   out["kernel"] = kernel;
@@ -137,19 +149,35 @@ py::dict plan(const std::string& direction, const std::string& device, const std
   const BackwardPlan chosen = plan_backward(a, multiprocessors, capability);
   py::list kernels;
   if (chosen.plain) kernels.append(named(kernel_name::plain, chosen.reason));
-  if (chosen.input_by_forward) kernels.append(describe(chosen.input_plan));
+  for (const PhasePlan& phase : chosen.phases) {
+    const bool strided = g.stride.h > 1;
+    auto add = [&](py::dict kernel) {
+      if (strided) kernel["phase"] = phase.phase.row;
+      kernels.append(kernel);
+    };
+    if (phase.input) {
+      py::dict kernel = describe(phase.input_plan);
+      if (strided && phase.phase.taps == 0) kernel["reason"] = "no output reads these rows of the input: zeros";
+      add(kernel);
+    }
+    if (phase.reduces()) add(describe(phase.reduction));
+  }
   if (chosen.input_strided) {
     py::dict gather =
-        named(kernel_name::strided_input_gradient, "stride above 1: each input row gathers the outputs that read it");
+        named(kernel_name::strided_input_gradient, "a large stride: each input row gathers the outputs that read it");
     gather["vector_width"] = chosen.strided_vector_width;
     kernels.append(gather);
   }
-  if (chosen.one_pass) kernels.append(describe(chosen.one_pass_plan));
   if (chosen.weight) kernels.append(describe(chosen.weight_plan));
-  if (chosen.one_pass || chosen.weight)
+  if (!chosen.plain && (output_mask[1] || output_mask[2]))
     kernels.append(named(kernel_name::reduce, "adds the blocks' partial sums in a fixed order"));
   py::dict out;
   out["kernels"] = kernels;
+  if (chosen.phases.size() > 1) {
+    py::list phases;
+    for (const PhasePlan& phase : chosen.phases) phases.append(describe(phase.phase));
+    out["phases"] = phases;
+  }
   out["workspace_bytes"] = chosen.workspace * 8;
   return out;
 }

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <vector>
 
 #include "arguments.h"
 
@@ -75,8 +76,8 @@ constexpr const char* strided_input_gradient = "strided_input_gradient";
 constexpr const char* reduce = "reduce";
 }  // namespace kernel_name
 
-// A convolution that the forward kernels run: the forward itself, or grad_input of stride 1, which is a convolution of
-// grad_output with the taps reversed. Padding may be negative then.
+// A convolution that the forward kernels run: the forward itself, or grad_input of height stride 1, which is a
+// convolution of grad_output with the taps reversed. Padding may be negative then, and there may be no tap at all.
 struct Convolution {
   Dtype dtype = Dtype::float32;
   int64_t N = 0, C_out = 0;
@@ -85,6 +86,8 @@ struct Convolution {
   int64_t K = 0;
   int64_t H = 0, W = 0, H_out = 0, W_out = 0;
   Pair stride{1, 1}, padding{0, 0}, dilation{1, 1};
+  int64_t spread_w =
+      1;  // grad_input of a width stride: column j reads column (j - padding.w) / spread_w, if it divides
   Operand input, output;
   Filters weight;
   PerFilter bias;
@@ -148,7 +151,8 @@ inline Convolution as_convolution(const ForwardArguments& a) {
   return c;
 }
 
-// grad_input[i] = sum_k w[k] * grad_output[i + p - k * d]: taps reversed, padding d * (K - 1) - p. Stride 1 only.
+// grad_input[i] = sum_k w[k] * grad_output[i + p - k * d]: taps reversed, padding d * (K - 1) - p. Height stride 1
+// only.
 inline Convolution grad_input_as_convolution(const BackwardArguments& a) {
   const Geometry& g = a.geometry;
   Convolution c;
@@ -163,6 +167,7 @@ inline Convolution grad_input_as_convolution(const BackwardArguments& a) {
   c.W_out = g.W;
   c.padding = {g.dilation.h * (g.K - 1) - g.padding.h, -g.padding.w};
   c.dilation = g.dilation;
+  c.spread_w = g.stride.w;
   c.input = a.grad_output;
   c.output = a.grad_input;
   c.weight.data = static_cast<char*>(a.weight.data) + a.weight.tap * (g.K - 1) * element_size(a.dtype);
@@ -171,9 +176,75 @@ inline Convolution grad_input_as_convolution(const BackwardArguments& a) {
   return c;
 }
 
+// A height stride s splits the input rows into s phases that share no tap: row s * i + r meets the taps k for which
+// r + p - k * d is a multiple of s. Those are every tap_step-th from first_tap on, and the phase is a problem of stride
+// 1 over the rows r, r + s, ...: grad_output row o meets its row i through its tap k where i = o + k * dilation -
+// padding.
+struct Phase {
+  int64_t row = 0;  // r
+  int64_t first_tap = 0, tap_step = 1;
+  int64_t taps = 0;                   // none: no output reads these rows
+  int64_t height = 0;                 // none: these taps read padding only
+  int64_t padding = 0, dilation = 1;  // the padding may be negative
+};
+
+inline Phase make_phase(const Geometry& g, int64_t row) {
+  const int64_t s = g.stride.h, d = g.dilation.h;
+  Phase phase;
+  phase.row = row;
+  phase.tap_step = s / std::gcd(s, d);
+  phase.height = g.H > row ? (g.H - row + s - 1) / s : 0;
+  while (phase.first_tap < phase.tap_step && (row + g.padding.h - phase.first_tap * d) % s != 0) ++phase.first_tap;
+  if (phase.first_tap == phase.tap_step || phase.first_tap >= g.K) return phase;
+  phase.taps = (g.K - 1 - phase.first_tap) / phase.tap_step + 1;
+  phase.padding = (row + g.padding.h - phase.first_tap * d) / s;
+  if (phase.taps > 1) phase.dilation = d * phase.tap_step / s;
+  return phase;
+}
+
+// The phase's problem, of height stride 1: its rows of input and grad_input, its taps of weight and grad_weight.
+inline BackwardArguments phase_arguments(const BackwardArguments& a, const Phase& phase) {
+  const int64_t s = a.geometry.stride.h, size = element_size(a.dtype);
+  BackwardArguments b = a;
+  auto moved = [size](void* data, int64_t elements) {
+    return data ? static_cast<void*>(static_cast<char*>(data) + elements * size) : nullptr;
+  };
+  for (Operand* operand : {&b.input, &b.grad_input}) {
+    operand->data = moved(operand->data, phase.row * operand->stride.h);
+    operand->stride.h *= s;
+  }
+  for (Filters* filters : {&b.weight, &b.grad_weight}) {
+    filters->data = moved(filters->data, phase.first_tap * filters->tap);
+    filters->tap *= phase.tap_step;
+  }
+  b.geometry.K = phase.taps;
+  b.geometry.H = phase.height;
+  b.geometry.stride.h = 1;
+  b.geometry.padding.h = phase.padding;
+  b.geometry.dilation.h = phase.dilation;
+  return b;
+}
+
+// For the sums over a channel: of a width stride only the columns that outputs read, which is a problem of width stride
+// 1. grad_input, which has the other columns too, is not part of it.
+inline BackwardArguments columns_read(const BackwardArguments& a) {
+  const int64_t s = a.geometry.stride.w;
+  if (s == 1) return a;
+  BackwardArguments b = a;
+  Geometry& g = b.geometry;
+  const int64_t first = (s - g.padding.w % s) % s;
+  b.input.data = static_cast<char*>(a.input.data) + first * a.input.stride.w * element_size(a.dtype);
+  b.input.stride.w *= s;
+  b.grad_input = {};
+  g.W = g.W > first ? (g.W - first + s - 1) / s : 0;
+  g.padding.w = (first + g.padding.w) / s;
+  g.stride.w = 1;
+  return b;
+}
+
 inline bool fits_32_bits(const Convolution& c) {
-  const int64_t values[] = {c.N,     c.C_out,    c.fold,     c.H, c.W,         c.H_out,
-                            c.W_out, c.stride.h, c.stride.w, c.K, c.dilation.h};
+  const int64_t values[] = {c.N,     c.C_out,    c.fold,     c.H, c.W,          c.H_out,
+                            c.W_out, c.stride.h, c.stride.w, c.K, c.dilation.h, c.spread_w};
   for (int64_t value : values)
     if (value >= index_limit) return false;
   // Row indices run a tile and a chunk of taps past the last row.
@@ -263,9 +334,19 @@ inline bool march_taps(int64_t K) {
   return false;
 }
 
-// Its unrolled ring must stay in the instruction cache: many taps march in narrower columns.
-constexpr int march_backward_most = 31;
-inline bool march_backward_taps(int64_t K) { return K <= march_backward_most && march_taps(K); }
+// Its unrolled ring must stay in the instruction cache: many taps march in narrower columns. The phases of a height
+// stride have few taps, even numbers too.
+#define DEPTHCONV_MARCH_BACKWARD_TAPS(X) \
+  X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(23) X(31)
+inline bool march_backward_taps(int64_t K) {
+  switch (K) {
+#define DEPTHCONV_CASE(taps) case taps:
+    DEPTHCONV_MARCH_BACKWARD_TAPS(DEPTHCONV_CASE)
+#undef DEPTHCONV_CASE
+    return true;
+  }
+  return false;
+}
 
 constexpr int march_backward_width(int size, int64_t taps, bool channels_last) {
   // channels_last keeps weights and sums of every channel of a pack: 4 or 8 bytes of them, as few as a copy moves.
@@ -360,8 +441,8 @@ constexpr bool flat_vector_taps(int64_t taps) { return taps % 2 == 1 && taps <= 
 
 inline FlatPlan plan_flat_forward(const Convolution& c, int multiprocessors) {
   const int size = element_size(c.dtype);
-  if (c.stride.h != 1 || c.fold != 1 || size == 8 || !flat_taps(c.K) || !is_flat(c.input, c.H, c.W) ||
-      !is_flat(c.output, c.H_out, c.W_out))
+  if (c.stride.h != 1 || c.spread_w != 1 || c.fold != 1 || size == 8 || !flat_taps(c.K) ||
+      !is_flat(c.input, c.H, c.W) || !is_flat(c.output, c.H_out, c.W_out))
     return {};
   const char* force = std::getenv("DC_FORCE");  // EXPERIMENT
   if (force && std::strcmp(force, "noflat") == 0) return {};
@@ -389,7 +470,10 @@ inline FlatPlan plan_flat_backward(const BackwardArguments& a, int multiprocesso
   const Geometry& g = a.geometry;
   if (g.padding.w != 0 || element_size(a.dtype) == 8 || g.K > flat_backward_most(element_size(a.dtype)) ||
       !flat_taps(g.K) || !is_flat(a.input, g.H, g.W) || !is_flat(a.grad_output, g.H_out, g.W) ||
-      !is_flat(a.grad_input, g.H, g.W) || (g.W > 1 && g.H * g.W < flat_plane))
+      (g.W > 1 && g.H * g.W < flat_plane))
+    return {};
+  // grad_input has no gap within an image, unless it is a phase of a height stride.
+  if (a.grad_input.data && (!is_flat(a.grad_input, g.H, g.W) || (g.C > 1 && a.grad_input.stride.c != g.H * g.W)))
     return {};
   const bool joined = g.C == 1 || (a.input.stride.c == g.H * g.W && a.grad_output.stride.c == g.H_out * g.W);
   FlatPlan f = flat_slabs(g.N, g.C, joined, g.H, g.H_out, g.W, g.K, g.dilation.h, element_size(a.dtype), 2, flat_rows,
@@ -425,7 +509,8 @@ inline int band_steps(int64_t taps, int64_t stride) {
 // Fills the plan and says true where the band kernels take the problem.
 inline bool plan_band(const Convolution& c, int multiprocessors, int64_t step, int64_t row_step, ForwardPlan& plan) {
   const int steps = band_steps(c.K, step);
-  if (element_size(c.dtype) != 2 || !steps || c.fold != 1 || plan.channels_last || c.stride.w != 1 || c.padding.w != 0)
+  if (element_size(c.dtype) != 2 || !steps || c.fold != 1 || plan.channels_last || c.stride.w != 1 || c.spread_w != 1 ||
+      c.padding.w != 0)
     return false;
   int width = 1;
   while (width < 8 && c.W % (2 * width) == 0 && rows_aligned(c.input, 2 * width, 2) &&
@@ -496,7 +581,7 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors, int c
   } else {
     plan.kernel = kernel_name::rows;
     const int width = 16 / size;
-    if (c.stride.w != 1 || c.padding.w != 0) {
+    if (c.stride.w != 1 || c.spread_w != 1 || c.padding.w != 0) {
       plan.reason = "width stride or padding: one element a load";
     } else if (c.input.stride.w != 1 || c.output.stride.w != 1) {
       plan.reason = "the last axis is strided: one element a load";
@@ -529,7 +614,8 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors, int c
   int rows = 1;
   // A tile of registers is faster where it holds the taps (NOTES.md: float32 to 11 taps); marching everywhere else.
   const int tile = tile_taps(size, plan.vector_width, plan.channels_last, c.K);
-  plan.march = step == 1 && c.fold == 1 && size < 8 && plan.vector_width > 1 && march_taps(c.K) && !tile;
+  plan.march =
+      step == 1 && c.fold == 1 && c.spread_w == 1 && size < 8 && plan.vector_width > 1 && march_taps(c.K) && !tile;
   if (plan.march) {
     const int width = march_width(size, c.K, plan.channels_last);
     cols = cols * plan.vector_width / width;
@@ -542,13 +628,13 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors, int c
     rows = march_rows(ceil_div(c.H_out, row_step), planes * cols * row_step, resident);
   } else {
     // Tall tiles re-read fewer rows, short ones give small problems enough threads.
-    if (step == 1 && c.fold == 1) plan.taps = tile;
+    if (step == 1 && c.fold == 1 && c.spread_w == 1) plan.taps = tile;
     const int tall = tall_rows(size, plan.vector_width, plan.taps, plan.channels_last);
     const int low = low_rows(size, plan.vector_width);
     if (step == 1) {
       const int64_t tall_threads = planes * cols * ceil_div(c.H_out, tall);
       const bool small = ceil_div(c.H_out, row_step) <= low || tall_threads < int64_t{multiprocessors} * 1024;
-      rows = small || c.fold > 1 ? low : tall;
+      rows = small || c.fold > 1 || c.spread_w > 1 ? low : tall;
     } else if (step == 2 && !plan.channels_last && size != 8) {
       rows = low;
     }
@@ -582,20 +668,33 @@ struct ReductionPlan {
   Tiling tiling;  // of one channel; channels_last: lines are (w, tile, n)
 };
 
+// What runs on one phase of the input rows.
+struct PhasePlan {
+  Phase phase;
+  bool input = false;     // grad_input by a forward kernel; zeros where the phase has no taps
+  bool one_pass = false;  // grad_input (unless by a forward kernel), grad_weight (and grad_bias) by one kernel
+  bool weight = false;    // grad_weight (and grad_bias) by weight_gradient
+  bool bias = false;      // grad_bias comes from this phase's kernel
+  ForwardPlan input_plan;
+  ReductionPlan reduction;
+  bool reduces() const { return one_pass || weight; }
+};
+
 struct BackwardPlan {
   bool plain = false;  // everything by the plain kernels
   int plain_splits = 1;
   const char* reason = "";
-  bool one_pass = false;          // grad_input, grad_weight (and grad_bias) by one kernel
-  bool input_by_forward = false;  // grad_input by a forward kernel
-  bool input_strided = false;     // grad_input by the strided gather
-  bool weight = false;            // grad_weight or grad_bias by the weight_gradient kernel
-  bool bias_in_one_pass = false;
+  std::vector<PhasePlan> phases;  // row 0 first; of stride 1 one
+  // What the phases leave.
+  bool input_strided = false;  // grad_input by the strided gather
   int strided_vector_width = 1;
-  ReductionPlan one_pass_plan, weight_plan;
-  ForwardPlan input_plan;
+  bool weight = false;  // grad_weight (of a stride that has no phases) or grad_bias by weight_gradient
+  ReductionPlan weight_plan;
   int64_t workspace = 0;  // doubles
 };
+
+// More phases than this would be more launches than they are worth.
+constexpr int most_phases = 8;
 
 // Rows of x that a thread of one_pass holds beside their gradients.
 constexpr int one_pass_rows(int vector_width) { return vector_width == 8 ? 4 : 8; }
@@ -633,127 +732,170 @@ inline bool reads_channels_last(const Operand& operand, int64_t channels, int64_
   return operand.stride.c == 1 && channels > 1 && !(operand.stride.w == 1 && width > 1);
 }
 
+// Whether a one-pass kernel over these rows meets every grad_output element in the window of exactly one tile, so that
+// grad_bias can be summed on the way: no column is left out, no chain of `dilation` rows is empty, and the windows
+// reach from the first grad_output row to the last.
+inline bool meets_all_grad_output(const Geometry& g) {
+  return g.padding.w == 0 && g.W >= g.W_out && g.H >= g.dilation.h && g.padding.h <= g.dilation.h * (g.K - 1) &&
+         g.H + g.padding.h >= g.H_out;
+}
+
+// grad_weight, grad_bias, and grad_input where a.grad_input is given, of stride 1 by one kernel.
+inline ReductionPlan plan_one_pass(const BackwardArguments& a, int multiprocessors) {
+  const Geometry& g = a.geometry;
+  const int size = element_size(a.dtype), width = 16 / size;
+  const int row_step = static_cast<int>(g.dilation.h);
+  auto aligned = [&](const Operand& operand) { return rows_aligned(operand, width, size); };
+  ReductionPlan p;
+  p.channels_last = reads_channels_last(a.input, g.C, g.W) && reads_channels_last(a.grad_output, g.C, g.W_out);
+  p.kernel = p.channels_last ? kernel_name::one_pass_channels_last : kernel_name::one_pass;
+  const bool vectors = !p.channels_last && g.padding.w == 0 && g.W == g.W_out && g.W % width == 0 && aligned(a.input) &&
+                       aligned(a.grad_output) && (!a.grad_input.data || aligned(a.grad_input));
+  p.vector_width = vectors ? width : 1;
+  p.reason = p.channels_last ? "channels_last: one pass, one channel a thread"
+             : vectors       ? "rows on 16 bytes: one pass, 16-byte vectors along the width"
+                             : "rows off 16-byte boundaries, strided or padded: one pass, one element a load";
+  p.tap_chunk = static_cast<int>(g.K);
+  if (!p.channels_last && !vectors) p.flat = plan_flat_backward(a, multiprocessors);
+  if (p.flat.use) {
+    p.kernel = kernel_name::one_pass_flat;
+    p.vector_width = width;
+    p.taps = static_cast<int>(g.K);
+    p.threads = flat_threads;
+    p.splits = static_cast<int>(p.flat.splits * p.flat.row_groups);
+    p.reason = "planes without gaps, rows off 16-byte boundaries: one pass over whole runs in shared memory";
+    return p;
+  }
+  int rows = one_pass_rows(p.vector_width);
+  const int packed = march_backward_width(size, g.K, true);
+  if (p.channels_last && size < 8 && march_backward_taps(g.K) && g.C % packed == 0 &&
+      channels_aligned(a.input, packed, size) && channels_aligned(a.grad_output, packed, size) &&
+      (!a.grad_input.data || channels_aligned(a.grad_input, packed, size))) {
+    p.march = true;
+    p.kernel = kernel_name::one_pass_march_channels_last;
+    p.reason = "channels_last: one pass, vectors along the channels";
+    p.taps = static_cast<int>(g.K);
+    p.vector_width = packed;
+    const int64_t packs = g.C / packed;
+    const int64_t resident =
+        int64_t{multiprocessors} * march_threads * march_backward_blocks(size, packed, p.taps, true);
+    Tiling& t = p.tiling;
+    t = make_tiling(g.N, g.H, packs, march_rows(ceil_div(g.H, row_step), g.N * g.W * packs * row_step, resident),
+                    row_step, march_threads);
+    p.channel_groups = t.col_groups;
+    t.col_groups = 1;
+    t.lines *= g.W;
+    t.blocks = ceil_div(t.lines, t.block_lines);
+    const int64_t wanted = std::min(t.blocks, ceil_div(int64_t{multiprocessors} * 32, p.channel_groups));
+    p.splits = static_cast<int>(ceil_div(t.blocks, ceil_div(t.blocks, wanted)));
+    return p;
+  }
+  p.march = !p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K);
+  if (p.march) {
+    p.kernel = kernel_name::one_pass_march;
+    p.taps = static_cast<int>(g.K);
+    if (vectors) p.vector_width = march_backward_width(size, g.K, false);
+    const int64_t resident =
+        int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps, false);
+    rows = march_rows(ceil_div(g.H, row_step), g.N * g.C * g.W / p.vector_width * row_step, resident);
+  } else if (p.vector_width == 1) {
+    p.taps = tile_taps(size, 1, p.channels_last, g.K);
+  }
+  p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, rows, row_step);
+  split_channels(p, g.C, multiprocessors);
+  return p;
+}
+
+// grad_weight (its first `taps` taps: all, or none for grad_bias alone) and grad_bias of any stride.
+inline ReductionPlan plan_weight_gradient(const BackwardArguments& a, int64_t taps, int multiprocessors) {
+  const Geometry& g = a.geometry;
+  const int size = element_size(a.dtype), width = 16 / size;
+  ReductionPlan p;
+  p.channels_last = reads_channels_last(a.grad_output, g.C_out(), g.W_out) && reads_channels_last(a.input, g.C, g.W);
+  p.kernel = p.channels_last ? kernel_name::weight_gradient_channels_last : kernel_name::weight_gradient;
+  const bool vectors = !p.channels_last && g.stride.w == 1 && g.padding.w == 0 && g.W == g.W_out && g.W % width == 0 &&
+                       rows_aligned(a.input, width, size) && rows_aligned(a.grad_output, width, size);
+  p.vector_width = vectors ? width : 1;
+  p.reason = p.channels_last ? "channels_last: one channel a thread"
+             : vectors       ? "rows on 16 bytes: 16-byte vectors along the width"
+                             : "rows off 16-byte boundaries, strided or padded: one element a load";
+  const int64_t divisor = std::gcd(g.stride.h, g.dilation.h);
+  const int rows = g.stride.h == divisor ? 8 : 1;
+  p.tap_chunk = static_cast<int>(std::min<int64_t>(taps, taps_in_shared(a.dtype)));
+  p.tap_chunks = taps ? static_cast<int>(ceil_div(taps, p.tap_chunk)) : 1;
+  p.tiling = reduction_tiling(p.channels_last, g.N, g.H_out, g.W_out, p.vector_width, rows,
+                              rows == 1 ? 1 : static_cast<int>(g.dilation.h / divisor));
+  split_channels(p, g.C_out(), multiprocessors);
+  return p;
+}
+
+// Doubles that a reduction of `taps` taps leaves.
+inline int64_t partial_sums(int64_t filters, int64_t taps, const ReductionPlan& plan) {
+  return filters * (taps + 1) * plan.splits;
+}
+
+inline PhasePlan plan_phase(const BackwardArguments& a, const Phase& phase, int multiprocessors, int capability) {
+  PhasePlan plan;
+  plan.phase = phase;
+  const BackwardArguments rows = phase_arguments(a, phase);
+  const bool want_input = a.grad_input.data && phase.height > 0, want_weight = a.grad_weight.data && phase.taps > 0;
+  const BackwardArguments sums = columns_read(rows);
+  if (want_weight && phase.height > 0 && sums.geometry.W > 0) {
+    plan.one_pass = a.geometry.multiplier == 1 && phase.taps <= taps_in_shared(a.dtype);
+    plan.weight = !plan.one_pass;
+    plan.reduction =
+        plan.one_pass ? plan_one_pass(sums, multiprocessors) : plan_weight_gradient(sums, phase.taps, multiprocessors);
+    // weight_gradient walks grad_output itself.
+    plan.bias = a.grad_bias.data && (plan.weight || meets_all_grad_output(sums.geometry));
+  }
+  plan.input = want_input && !(plan.one_pass && a.geometry.stride.w == 1);
+  if (plan.input) plan.input_plan = plan_forward(grad_input_as_convolution(rows), multiprocessors, capability);
+  return plan;
+}
+
 inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessors, int capability) {
   const Geometry& g = a.geometry;
   BackwardPlan plan;
   const bool want_input = a.grad_input.data, want_weight = a.grad_weight.data, want_bias = a.grad_bias.data;
   ForwardArguments as_forward{g, a.dtype, a.input, a.weight, {}, a.grad_output};
-  const Convolution forward = as_convolution(as_forward);
-  Convolution transposed = grad_input_as_convolution(a);
-  const int size = element_size(a.dtype);
-  const int width = 16 / size;
-  const bool unit_stride = g.stride.h == 1 && g.stride.w == 1;
   const double a_channel = static_cast<double>(g.N) * std::max(g.H, g.H_out) * std::max(g.W, g.W_out);
   const double filters = static_cast<double>(g.C_out()) * (g.K + 1);
   const double an_image = static_cast<double>(g.C) * g.H * g.W;
-  const int taps_at_most = taps_in_shared(a.dtype);
-  plan.one_pass = want_input && want_weight && unit_stride && g.multiplier == 1 && g.K <= taps_at_most;
-  plan.input_by_forward = want_input && unit_stride && !plan.one_pass;
-  plan.input_strided = want_input && !unit_stride;
-  if (plan.input_by_forward) plan.input_plan = plan_forward(transposed, multiprocessors, capability);
-  if (!fits_32_bits(forward) || !fits_32_bits(transposed) || a_channel >= index_limit || filters >= index_limit ||
-      (plan.input_by_forward && plan.input_plan.kernel == kernel_name::plain) ||
-      (plan.input_strided && an_image >= index_limit)) {
+  plan.input_strided = want_input && g.stride.h > most_phases;
+  plan.plain = !fits_32_bits(as_convolution(as_forward)) || !fits_32_bits(grad_input_as_convolution(a)) ||
+               a_channel >= index_limit || filters >= index_limit || (plan.input_strided && an_image >= index_limit);
+  bool bias_left = want_bias;
+  if (!plan.plain && g.stride.h <= most_phases && (want_input || want_weight)) {
+    plan.phases.reserve(g.stride.h);
+    for (int64_t row = 0; row < g.stride.h; ++row) {
+      plan.phases.push_back(plan_phase(a, make_phase(g, row), multiprocessors, capability));
+      PhasePlan& phase = plan.phases.back();
+      if (phase.input && phase.input_plan.kernel == kernel_name::plain) plan.plain = true;
+      phase.bias = phase.bias && bias_left;
+      bias_left = bias_left && !phase.bias;
+      if (phase.reduces()) plan.workspace += partial_sums(g.C_out(), phase.phase.taps, phase.reduction);
+    }
+  }
+  if (plan.plain) {
+    plan = BackwardPlan{};
     plan.plain = true;
-    plan.one_pass = plan.input_by_forward = plan.input_strided = false;
     plan.reason = "an extent, or the elements of a channel or an image, need 64-bit indices";
     plan.plain_splits =
         static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(256, index_limit / (g.C_out() * (g.K + 1)))));
     if (want_weight || want_bias) plan.workspace = g.C_out() * (g.K + 1) * plan.plain_splits;
     return plan;
   }
-  const bool flush_width = g.stride.w == 1 && g.padding.w == 0 && g.W % width == 0;
-  auto aligned = [&](const Operand& operand) { return rows_aligned(operand, width, size); };
-
-  if (plan.one_pass) {
-    ReductionPlan& p = plan.one_pass_plan;
-    p.channels_last = reads_channels_last(a.input, g.C, g.W) && reads_channels_last(a.grad_output, g.C, g.W_out);
-    p.kernel = p.channels_last ? kernel_name::one_pass_channels_last : kernel_name::one_pass;
-    const bool vectors =
-        !p.channels_last && flush_width && aligned(a.input) && aligned(a.grad_output) && aligned(a.grad_input);
-    p.vector_width = vectors ? width : 1;
-    p.reason = p.channels_last ? "stride 1, channels_last: one pass, one channel a thread"
-               : vectors       ? "stride 1, rows on 16 bytes: one pass, 16-byte vectors along the width"
-                               : "stride 1, rows off 16-byte boundaries or padded: one pass, one element a load";
-    p.tap_chunk = static_cast<int>(g.K);
-    if (!p.channels_last && !vectors) p.flat = plan_flat_backward(a, multiprocessors);
-    const int64_t row_step = g.dilation.h;
-    const int march_width_of_channels = march_backward_width(size, g.K, true);
-    auto channel_packs = [&](int packed) {
-      return g.C % packed == 0 && channels_aligned(a.input, packed, size) &&
-             channels_aligned(a.grad_output, packed, size) && channels_aligned(a.grad_input, packed, size);
-    };
-    if (p.flat.use) {
-      p.kernel = kernel_name::one_pass_flat;
-      p.vector_width = width;
-      p.taps = static_cast<int>(g.K);
-      p.threads = flat_threads;
-      p.splits = static_cast<int>(p.flat.splits * p.flat.row_groups);
-      p.reason =
-          "stride 1, planes without gaps, rows off 16-byte boundaries: one pass over whole runs in shared memory";
-    } else if (!p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K)) {
-      p.march = true;
-      p.kernel = kernel_name::one_pass_march;
-      p.taps = static_cast<int>(g.K);
-      if (vectors) p.vector_width = march_backward_width(size, g.K, false);
-      const int64_t resident =
-          int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps, false);
-      const int rows = march_rows(ceil_div(g.H, row_step), g.N * g.C * g.W / p.vector_width * row_step, resident);
-      p.tiling = reduction_tiling(false, g.N, g.H, g.W, p.vector_width, rows, static_cast<int>(row_step));
-      split_channels(p, g.C, multiprocessors);
-    } else if (p.channels_last && size < 8 && march_backward_taps(g.K) && channel_packs(march_width_of_channels)) {
-      p.march = true;
-      p.kernel = kernel_name::one_pass_march_channels_last;
-      p.reason = "stride 1, channels_last: one pass, vectors along the channels";
-      p.taps = static_cast<int>(g.K);
-      p.vector_width = march_width_of_channels;
-      const int64_t packs = g.C / p.vector_width, height = ceil_div(g.H, row_step);
-      const int64_t resident =
-          int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps, true);
-      Tiling& t = p.tiling;
-      t = make_tiling(g.N, g.H, packs, march_rows(height, g.N * g.W * packs * row_step, resident),
-                      static_cast<int>(row_step), march_threads);
-      p.channel_groups = t.col_groups;
-      t.col_groups = 1;
-      t.lines *= g.W;
-      t.blocks = ceil_div(t.lines, t.block_lines);
-      const int64_t wanted = std::min(t.blocks, ceil_div(int64_t{multiprocessors} * 32, p.channel_groups));
-      p.splits = static_cast<int>(ceil_div(t.blocks, ceil_div(t.blocks, wanted)));
-    } else {
-      if (p.vector_width == 1) p.taps = tile_taps(size, 1, p.channels_last, g.K);
-      p.tiling = reduction_tiling(p.channels_last, g.N, g.H, g.W, p.vector_width, one_pass_rows(p.vector_width),
-                                  static_cast<int>(row_step));
-      split_channels(p, g.C, multiprocessors);
-    }
-    // Each grad_output row must lie in the window of some input row for its sum to be made on the way.
-    plan.bias_in_one_pass =
-        want_bias && g.padding.w == 0 && g.padding.h <= g.dilation.h * (g.K - 1) && g.H >= g.dilation.h;
-    plan.workspace += g.C * (g.K + 1) * p.splits;
-  } else if (plan.input_strided) {
-    plan.strided_vector_width = flush_width && aligned(a.grad_output) && aligned(a.grad_input) ? width : 1;
+  if (plan.input_strided) {
+    const int size = element_size(a.dtype), width = 16 / size;
+    const bool vectors = g.stride.w == 1 && g.padding.w == 0 && g.W % width == 0 &&
+                         rows_aligned(a.grad_output, width, size) && rows_aligned(a.grad_input, width, size);
+    plan.strided_vector_width = vectors ? width : 1;
   }
-  const bool weight_left = want_weight && !plan.one_pass;
-  if (weight_left || (want_bias && !plan.bias_in_one_pass)) {
-    plan.weight = true;
-    ReductionPlan& p = plan.weight_plan;
-    const int64_t taps = weight_left ? g.K : 0;
-    p.channels_last = reads_channels_last(a.grad_output, g.C_out(), g.W_out) && reads_channels_last(a.input, g.C, g.W);
-    p.kernel = p.channels_last ? kernel_name::weight_gradient_channels_last : kernel_name::weight_gradient;
-    const bool vectors = !p.channels_last && flush_width && aligned(a.input) && aligned(a.grad_output);
-    p.vector_width = vectors ? width : 1;
-    p.reason = p.channels_last ? "channels_last: one channel a thread"
-               : vectors       ? "rows on 16 bytes: 16-byte vectors along the width"
-                               : "rows off 16-byte boundaries, strided or padded: one element a load";
-    const int64_t divisor = std::gcd(g.stride.h, g.dilation.h);
-    const int64_t step = g.stride.h / divisor;
-    const int rows = step == 1 ? 8 : 1;
-    p.step = 1;
-    p.tap_chunk = static_cast<int>(std::min<int64_t>(taps, taps_at_most));
-    p.tap_chunks = taps ? static_cast<int>(ceil_div(taps, p.tap_chunk)) : 1;
-    p.tiling = reduction_tiling(p.channels_last, g.N, g.H_out, g.W_out, p.vector_width, rows,
-                                rows == 1 ? 1 : static_cast<int>(g.dilation.h / divisor));
-    split_channels(p, g.C_out(), multiprocessors);
-    plan.workspace += g.C_out() * (g.K + 1) * p.splits;
+  const int64_t taps_left = want_weight && plan.phases.empty() ? g.K : 0;
+  plan.weight = taps_left > 0 || bias_left;
+  if (plan.weight) {
+    plan.weight_plan = plan_weight_gradient(a, taps_left, multiprocessors);
+    plan.workspace += partial_sums(g.C_out(), g.K, plan.weight_plan);
   }
   return plan;
 }

@@ -351,6 +351,12 @@ GEOMETRIES: dict[str, Problem] = {
     "K33": Problem((1, 2, 50, 9), 33, padding=(0, 0)),
     "stride 2": Problem((2, 3, 17, 8), 3, stride=(2, 1), padding=(1, 0)),
     "stride 2, a row left over": Problem((2, 3, 16, 8), 3, stride=(2, 1)),
+    "stride 2, one tap": Problem((2, 3, 17, 16), 1, stride=(2, 1)),
+    "stride 2, tall": Problem((2, 2, 150, 32), 9, stride=(2, 1), padding=(4, 0)),
+    "stride 2, dilation 2": Problem((2, 3, 20, 16), 5, stride=(2, 1), padding=(1, 0), dilation=(2, 1)),
+    "stride 3, dilation 2": Problem((2, 3, 29, 20), 7, stride=(3, 1), padding=(2, 0), dilation=(2, 1)),
+    "stride 4, dilation 6": Problem((2, 3, 41, 8), 5, stride=(4, 1), padding=(7, 0), dilation=(6, 1)),
+    "stride 9": Problem((2, 3, 40, 12), 11, stride=(9, 1), padding=(5, 0)),
     "stride above K": Problem((2, 3, 23, 8), 3, stride=(5, 1), padding=(1, 0)),
     "stride above H": Problem((2, 3, 4, 8), 3, stride=(7, 1), padding=(1, 0)),
     "huge stride": Problem((2, 3, 9, 8), 3, stride=(1 << 40, (1 << 62) + 1), padding=(1, 0)),
@@ -399,7 +405,7 @@ def random_problem(integer: Callable[[int, int], int], choose: Callable[[Sequenc
     channels = choose([1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
     batch = choose([[], [0], [1], [1], [2], [2], [3]])
     taps = choose([1, 2, 3, 3, 4, 5, 5, 7, 7, 9, 11, 11, integer(1, 33)])
-    stride = (choose([1, 1, 1, 2, 3, 4]), choose([1, 1, 1, 2, 3]))
+    stride = (choose([1, 1, 1, 2, 2, 3, 4, 5, integer(6, 10)]), choose([1, 1, 1, 2, 3]))
     padding = (choose([0, taps // 2, taps // 2, integer(0, taps + 3)]), choose([0, 0, 0, 1, 2, 5]))
     dilation = (choose([1, 1, 1, 2, 3, 4]), choose([1, 1, 2]))
     reach = dilation[0] * (taps - 1) + 1

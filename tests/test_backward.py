@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,21 @@ def test_masks(name: str, mask: tuple[bool, bool, bool], path: str, device: str,
     """Only what is asked for is there, and it is right whatever else is asked for."""
     for layout in ("contiguous", "channels_last"):
         check_backward(replace(GEOMETRIES[name], mask=mask, path=path, layout=layout, seed=seed), device)
+
+
+@pytest.mark.parametrize(
+    "layout, dtype", [("contiguous", "float32"), ("contiguous", "bfloat16"), ("channels_last", "float32")]
+)
+@pytest.mark.parametrize("dilation", range(1, 5))
+@pytest.mark.parametrize("stride", range(2, 6))
+def test_strides(stride: int, dilation: int, dtype: str, layout: str, device: str, seed: int) -> None:
+    """Taps fewer and more than the stride, heights that it divides and not, rows of whole vectors and not, each mask."""
+    sizes = itertools.cycle(itertools.product((stride * 12, stride * 12 + 1, stride * 3 - 1), (8, 33, 32)))
+    for taps, mask in itertools.product((1, 2, 3, 4, 7), MASKS[:-1]):
+        height, width = next(sizes)
+        padding = max(taps // 2, math.ceil((dilation * (taps - 1) + 1 - height) / 2))
+        problem = Problem((2, 4, height, width), taps, 1, (stride, 1), (padding, 0), (dilation, 1), dtype=dtype, seed=seed)
+        check_backward(replace(problem, mask=mask, layout=layout, grad_layout=layout), device)
 
 
 @pytest.mark.parametrize("layout, dtype", EDGES)

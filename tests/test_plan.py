@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ PINNED = [
     ("march", 4, ["one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_march", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
-    ("rows", 1, ["strided_input_gradient", "weight_gradient", "reduce"]),
+    ("rows", 1, ["one_pass_march", "one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_march", "reduce"]),
     ("rows", 1, ["rows", "weight_gradient", "reduce"]),
     ("rows", 4, ["rows", "weight_gradient", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_march", "reduce"]),
-    ("rows", 1, ["strided_input_gradient", "weight_gradient", "reduce"]),
+    ("rows", 1, ["one_pass_march", "one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass", "reduce"]),
     ("flat", 4, ["one_pass_flat", "reduce"]),
     ("flat", 4, ["one_pass_flat", "reduce"]),
@@ -61,6 +62,10 @@ def plan(direction: str, x: list[int], k: int, **options: Any) -> dict[str, Any]
     return _C.plan(
         direction=direction, device="cuda", input_size=x, weight_size=weight, weight_stride=contiguous(weight), **options
     )
+
+
+def backward_kernels(x: list[int], k: int, **options: Any) -> list[str]:
+    return [kernel["kernel"] for kernel in plan("backward", x, k, **options)["kernels"]]
 
 
 @pytest.mark.parametrize("line, pinned", list(zip(SHAPES, PINNED, strict=True)), ids=[line["from"] for line in SHAPES])
@@ -99,13 +104,86 @@ def test_masks() -> None:
     x, padding = [8, 8, 64, 64], [1, 0]
     names = {
         (True, False, False): ["rows"],
-        (False, True, False): ["weight_gradient", "reduce"],
+        (True, False, True): ["rows", "weight_gradient", "reduce"],
+        (False, True, False): ["one_pass_march", "reduce"],
+        (False, True, True): ["one_pass_march", "reduce"],
         (False, False, True): ["weight_gradient", "reduce"],
         (True, True, True): ["one_pass_march", "reduce"],
     }
     for mask, expected in names.items():
-        kernels = plan("backward", x, 3, padding=padding, output_mask=list(mask))["kernels"]
-        assert [k["kernel"] for k in kernels] == expected
+        assert backward_kernels(x, 3, padding=padding, output_mask=list(mask)) == expected
+    with_multiplier = backward_kernels(x, 3, padding=padding, output_mask=[False, True, True], multiplier=2)
+    assert with_multiplier == ["weight_gradient", "reduce"]
+
+
+def test_weight_gradient_alone_of_flat_planes() -> None:
+    """No grad_input, so that its gaps cannot matter: rows without a gap in x and grad_output are enough."""
+    assert backward_kernels([2, 4, 64, 63], 3, output_mask=[False, True, True]) == ["one_pass_flat", "reduce"]
+
+
+# stride, dilation, K, options: the backward's kernels without the last, "reduce".
+STRIDED: list[tuple[list[int], int, int, dict[str, Any], list[str]]] = [
+    ([2, 1], 1, 3, {}, ["one_pass_march"] * 2),
+    ([2, 1], 1, 3, {"output_mask": [False, True, True]}, ["one_pass_march"] * 2),
+    ([2, 1], 1, 9, {"dtype": "bfloat16"}, ["one_pass_march"] * 2),
+    ([2, 1], 1, 3, {"dtype": "float64"}, ["one_pass"] * 2),
+    ([2, 1], 2, 3, {"padding": [2, 0]}, ["one_pass_march", "rows"]),  # the odd rows are zeros
+    ([2, 1], 2, 3, {"padding": [2, 0], "output_mask": [False, True, False]}, ["one_pass_march"]),
+    ([3, 1], 1, 2, {}, ["one_pass_march"] * 2 + ["rows"]),
+    ([4, 1], 6, 5, {}, ["one_pass_march", "rows"] * 2),
+    ([2, 1], 1, 3, {"multiplier": 2}, ["rows", "weight_gradient"] * 2),
+    ([1, 2], 1, 3, {}, ["rows", "one_pass_march"]),
+    ([2, 2], 1, 3, {}, ["rows", "one_pass_march"] * 2),
+    ([2, 2], 1, 3, {"padding": [0, 1]}, ["rows", "one_pass_march"] * 2),
+    ([9, 1], 1, 3, {"output_mask": [True, True, False]}, ["strided_input_gradient", "weight_gradient"]),
+    ([9, 9], 1, 3, {"output_mask": [False, True, False]}, ["weight_gradient"]),
+]
+
+
+@pytest.mark.parametrize("stride, dilation, k, options, kernels", STRIDED)
+def test_strides(stride: list[int], dilation: int, k: int, options: dict[str, Any], kernels: list[str]) -> None:
+    """A height stride runs phase by phase; grad_bias comes from one of them where that meets all of grad_output."""
+    options = {"stride": stride, "dilation": [dilation, 1], **options}
+    found = backward_kernels([4, 8, 96, 64], k, **options)
+    if options.get("padding", [0, 0])[1] > 0:  # columns of grad_output that no column of x meets
+        kernels = [*kernels, "weight_gradient"]
+    assert found == [*kernels, "reduce"]
+
+
+def test_phases_keep_vectors() -> None:
+    for mask in ([True, True, True], [False, True, False], [True, False, False]):
+        made = plan("backward", [4, 8, 95, 64], 4, stride=[3, 1], padding=[2, 0], output_mask=mask)
+        assert [kernel["vector_width"] for kernel in made["kernels"] if kernel["kernel"] != "reduce"] == [4] * 3
+    odd = plan("backward", [4, 8, 95, 62], 4, stride=[3, 1], padding=[2, 0])
+    assert {kernel["vector_width"] for kernel in odd["kernels"] if kernel["kernel"] != "reduce"} == {1}
+
+
+@pytest.mark.parametrize("dilation", range(1, 5))
+@pytest.mark.parametrize("stride", range(1, 9))
+def test_phases_meet_every_pair_once(stride: int, dilation: int) -> None:
+    """Row, tap and output row of every product, from the phases and from the definition."""
+    for k, height, padding in itertools.product((1, 2, 3, 5, 8), (1, 4, 17, 24), (0, 1, 5)):
+        if height + 2 * padding < dilation * (k - 1) + 1:
+            continue
+        outputs = (height + 2 * padding - dilation * (k - 1) - 1) // stride + 1
+        wanted = [
+            (row, tap, out)
+            for out, tap in itertools.product(range(outputs), range(k))
+            if 0 <= (row := out * stride + tap * dilation - padding) < height
+        ]
+        made = plan("backward", [1, 2, height, 4], k, stride=[stride, 1], padding=[padding, 0], dilation=[dilation, 1])
+        whole = {"row": 0, "height": height, "first_tap": 0, "tap_step": 1, "taps": k, "padding": padding}
+        phases = made.get("phases", [whole | {"dilation": dilation}])
+        found = [
+            (phase["row"] + stride * i, phase["first_tap"] + phase["tap_step"] * tap, out)
+            for phase in phases
+            for i, tap in itertools.product(range(phase["height"]), range(phase["taps"]))
+            if 0 <= (out := i + phase["padding"] - tap * phase["dilation"]) < outputs
+        ]
+        assert sorted(found) == sorted(wanted)
+        assert sorted(phase["row"] for phase in phases) == list(range(stride))
+        rows = [phase["row"] + stride * i for phase in phases for i in range(phase["height"])]
+        assert sorted(rows) == list(range(height))
 
 
 def test_beyond_32_bits() -> None:

@@ -164,8 +164,8 @@ __device__ __forceinline__ void pass_taps(accumulate_t<T> (&grad_input)[Rows][V]
   for (int k = 0; k < Taps; ++k) sums.add(slot + k, grad_weight[k]);
 }
 
-// grad_input, grad_weight and grad_bias for stride 1 in one pass: input row i needs exactly the grad_output window
-// i + p - k * d for both sums.
+// grad_input (unless it is null), grad_weight and grad_bias for stride 1 in one pass: input row i needs exactly the
+// grad_output window i + p - k * d for both sums.
 //
 // A thread owns one column of Rows input rows at a time: x in registers, the grad_output window streamed past it. A
 // block keeps one channel (channels_last: 32 of them, one a lane) and walks every splits-th turn of the channel's
@@ -229,7 +229,10 @@ __global__ void __launch_bounds__(reduction_threads, 3) one_pass_kernel(const __
         if (p.with_bias) {
           const int last = at.row + p.padding_h + (Rows - 1) * p.dilation_h;
           const int own = at.row + p.padding_h;
-          for (int row = first_tile ? own % p.dilation_h : own; row <= last && row < p.H_out; row += p.dilation_h) {
+          // From the first row of this chain that exists; the padding of a height stride's phase may be negative.
+          int row = own;
+          if (first_tile || own < 0) row = (own % p.dilation_h + p.dilation_h) % p.dilation_h;
+          for (; row <= last && row < p.H_out; row += p.dilation_h) {
             const Pack<T, V> dy = load<T, V>(dy_column + row * p.grad_output_stride.h);
 #pragma unroll
             for (int v = 0; v < V; ++v) bias += widen(dy.value[v]);
@@ -241,7 +244,7 @@ __global__ void __launch_bounds__(reduction_threads, 3) one_pass_kernel(const __
               at.row * p.grad_input_stride.h + col * p.grad_input_stride.w;
 #pragma unroll
       for (int t = 0; t < Rows; ++t)
-        if (t < x_rows) store<T, V>(dx + t * (row_step * p.grad_input_stride.h), grad_input[t]);
+        if (t < x_rows && p.grad_input) store<T, V>(dx + t * (row_step * p.grad_input_stride.h), grad_input[t]);
     }
   }
   store_partials<A, ChannelsLast>(p, sums, group, split, 0, taps, p.with_bias);

@@ -174,8 +174,8 @@ struct RegisterSums {
   __device__ __forceinline__ void add(int slot, A term) { compensated_add(sum[slot], lost[slot], term); }
 };
 
-// grad_input, grad_weight and grad_bias in one pass. A block keeps its slab's place and walks every splits-th image, so
-// a thread's running sums stay with one channel; grad_input takes x's place in shared memory.
+// grad_input (unless it is null), grad_weight and grad_bias in one pass. A block keeps its slab's place and walks every
+// splits-th image, so a thread's running sums stay with one channel; grad_input takes x's place in shared memory.
 template <typename T, int Taps>
 __global__ void __launch_bounds__(flat_threads, 4) flat_backward_kernel(const __grid_constant__ FlatParameters p) {
   using A = accumulate_t<T>;
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(flat_threads, 4) flat_backward_kernel(const __
     __syncthreads();
     T* target = static_cast<T*>(p.grad_input) + image * p.grad_input_n +
                 (slab.plane * static_cast<int64_t>(p.H) + slab.row) * width;
-    unstage(target, x, x_offset, count);
+    unstage(target, x, x_offset, p.grad_input ? count : 0);
     __syncthreads();
   }
   // Threads of a plane are neighbours: unit / (tiles * width) is its plane. A warp adds a plane's threads for one slot.

@@ -1,5 +1,6 @@
 // The forward kernel: y = bias + sum over taps, for rows (vectors along the width) and channels_last (vectors along the
-// channels). It also computes grad_input for stride 1, which is the same sum over grad_output with the taps reversed.
+// channels). It also computes grad_input of height stride 1, which is the same sum over grad_output with the taps
+// reversed; of a width stride, only the columns that some output reads get it, the others are zero.
 //
 // A thread owns one column (V elements side by side) of Rows output rows, keeps their sums in registers and streams the
 // input rows past them, `ahead` loads in flight; each input row is loaded once a thread and used for every output row
@@ -17,6 +18,7 @@ struct ForwardParameters {
   DeviceTiling tiling;
   FastDivisor channels;  // rows: output channels; channels_last: column vectors of one pixel
   FastDivisor multiplier;
+  FastDivisor spread_w;  // see Convolution
   const void *input, *weight, *bias;
   void* output;
   Strides input_stride, output_stride;
@@ -64,16 +66,17 @@ __device__ __forceinline__ bool find_place(const ForwardParameters& p, int rows,
   return true;
 }
 
-template <typename T>
+template <typename T, bool Spread = false>
 __device__ __forceinline__ InputColumn<T> input_column(const ForwardParameters& p, const ForwardPlace& at) {
-  unsigned unused;
+  unsigned unused, off = 0;
   const int64_t channel = static_cast<int64_t>(divide(at.channel, p.multiplier, unused)) * p.fold;
-  const int wi = static_cast<int>(at.wo) * p.stride_w - p.padding_w;
+  int wi = static_cast<int>(at.wo) * p.stride_w - p.padding_w;
+  if (Spread) wi = static_cast<int>(divide(static_cast<unsigned>(wi), p.spread_w, off));
   InputColumn<T> x;
   x.first = at.row * p.stride_h - p.padding_h;
   x.step = p.dilation_h;
   x.height = p.H;
-  x.inside = static_cast<unsigned>(wi) < static_cast<unsigned>(p.W);
+  x.inside = off == 0 && static_cast<unsigned>(wi) < static_cast<unsigned>(p.W);
   x.row_pitch = p.dilation_h * p.input_stride.h;
   x.row = static_cast<const T*>(p.input) + at.n * p.input_stride.n + channel * p.input_stride.c +
           x.first * p.input_stride.h + wi * p.input_stride.w;
@@ -174,7 +177,9 @@ __global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast),
   using A = accumulate_t<T>;
   ForwardPlace at;
   if (!find_place<V, ChannelsLast>(p, Rows, at)) return;
-  InputColumn<T> x = input_column<T>(p, at);
+  // The plan asks only these kernels: the division would cost the others registers.
+  constexpr bool spread = Taps == 0 && Rows <= 8 && (V == 1 || ChannelsLast);
+  InputColumn<T> x = input_column<T, spread>(p, at);
   const T* weight = static_cast<const T*>(p.weight) + at.channel * p.fold * p.weight_filter;
 
   A sum[Rows][V];
@@ -185,10 +190,12 @@ __global__ void __launch_bounds__(forward_threads(V, Taps, Rows, ChannelsLast),
 #pragma unroll
     for (int i = 0; i < Rows; ++i) sum[i][v] = bias;
   }
+  // Columns between those that outputs read are zeros, whatever the weight.
+  const bool met = !spread || x.inside || p.spread_w.divisor == 1;
   if constexpr (Taps > 0) {
     add_taps<Taps, Rows, Step, ChannelsLast, T, V>(sum, x, weight, p.weight_tap, p.weight_filter);
   } else {
-    for (int f = 0; f < p.fold; ++f) {
+    for (int f = met ? 0 : p.fold; f < p.fold; ++f) {
       InputColumn<T> part = x;
       const T* w = weight;
       auto add = [&](auto count) {

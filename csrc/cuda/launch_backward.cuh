@@ -113,79 +113,99 @@ const char* launch_one_pass(const BackwardArguments& a, const ReductionPlan& r, 
   return launch_error();
 }
 
+template <typename T>
+const char* launch_weight_gradient(const BackwardArguments& a, const ReductionPlan& r, bool with_bias,
+                                   double* workspace, cudaStream_t stream) {
+  constexpr int vector = 16 / sizeof(T);
+  BackwardParameters p = common_parameters(a, r, workspace);
+  p.channels = static_cast<int>(a.geometry.C_out());
+  p.width = FastDivisor(a.geometry.W_out);
+  p.with_bias = with_bias;
+  const BackwardKernel kernel = r.channels_last       ? pick_weight_gradient<T, 1, true>(r.tiling.rows)
+                                : r.vector_width == 1 ? pick_weight_gradient<T, 1, false>(r.tiling.rows)
+                                                      : pick_weight_gradient<T, vector, false>(r.tiling.rows);
+  const unsigned blocks = static_cast<unsigned>(int64_t{r.channel_groups} * r.splits * r.tap_chunks);
+  kernel<<<blocks, r.threads, shared_bytes_for<T>(r.tap_chunk), stream>>>(p);
+  return launch_error();
+}
+
+template <typename T>
+const char* launch_strided_input_gradient(const BackwardArguments& a, int width, cudaStream_t stream) {
+  constexpr int vector = 16 / sizeof(T);
+  const Geometry& g = a.geometry;
+  GatherParameters p;
+  p.cols = FastDivisor(g.W / width);
+  p.tiles = FastDivisor(ceil_div(g.H, gather_rows));
+  p.H = static_cast<int>(g.H);
+  p.channels = FastDivisor(g.C);
+  p.weight = a.weight.data;
+  p.grad_output_stride = a.grad_output.stride;
+  p.grad_input_stride = a.grad_input.stride;
+  p.weight_filter = a.weight.filter;
+  p.weight_tap = a.weight.tap;
+  p.taps = static_cast<int>(g.K);
+  p.multiplier = static_cast<int>(g.multiplier);
+  p.H_out = static_cast<int>(g.H_out);
+  p.W_out = static_cast<int>(g.W_out);
+  p.stride_h = FastDivisor(g.stride.h);
+  p.stride_w = FastDivisor(g.stride.w);
+  p.padding_h = static_cast<int>(g.padding.h);
+  p.padding_w = static_cast<int>(g.padding.w);
+  p.dilation_h = static_cast<int>(g.dilation.h);
+  p.divisor = FastDivisor(std::gcd(g.stride.h, g.dilation.h));
+  p.channels_last = reads_channels_last(a.grad_input, g.C, g.W);
+  const int64_t per_image = g.C * ceil_div(g.H, gather_rows) * (g.W / width);
+  const int64_t images = std::max<int64_t>(1, index_limit / per_image);
+  for (int64_t n = 0; n < g.N; n += images) {
+    p.count = static_cast<unsigned>(std::min(images, g.N - n) * per_image);
+    p.grad_output = at<T>(a.grad_output.data, n * a.grad_output.stride.n);
+    p.grad_input = const_cast<T*>(at<T>(a.grad_input.data, n * a.grad_input.stride.n));
+    const unsigned blocks = (p.count + 255) / 256;
+    if (width == 1)
+      strided_input_gradient_kernel<T, 1><<<blocks, 256, 0, stream>>>(p);
+    else
+      strided_input_gradient_kernel<T, vector><<<blocks, 256, 0, stream>>>(p);
+    if (const char* error = launch_error()) return error;
+  }
+  return nullptr;
+}
+
 // Follows the plan. `workspace` has plan.workspace doubles. Returns null or the error's text.
 template <typename T>
 const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan, double* workspace,
                             cudaStream_t stream) {
-  constexpr int vector = 16 / sizeof(T);
-  const Geometry& g = a.geometry;
   if (plan.plain) return launch_plain_backward<T>(a, plan.plain_splits, workspace, stream);
-  if (plan.input_by_forward) {
-    if (const char* error = launch_forward<T>(grad_input_as_convolution(a), plan.input_plan, stream)) return error;
-  }
-  if (plan.input_strided) {
-    GatherParameters p;
-    const int width = plan.strided_vector_width;
-    p.cols = FastDivisor(g.W / width);
-    p.tiles = FastDivisor(ceil_div(g.H, gather_rows));
-    p.H = static_cast<int>(g.H);
-    p.channels = FastDivisor(g.C);
-    p.grad_output = a.grad_output.data;
-    p.weight = a.weight.data;
-    p.grad_input = a.grad_input.data;
-    p.grad_output_stride = a.grad_output.stride;
-    p.grad_input_stride = a.grad_input.stride;
-    p.weight_filter = a.weight.filter;
-    p.weight_tap = a.weight.tap;
-    p.taps = static_cast<int>(g.K);
-    p.multiplier = static_cast<int>(g.multiplier);
-    p.H_out = static_cast<int>(g.H_out);
-    p.W_out = static_cast<int>(g.W_out);
-    p.stride_h = FastDivisor(g.stride.h);
-    p.stride_w = FastDivisor(g.stride.w);
-    p.padding_h = static_cast<int>(g.padding.h);
-    p.padding_w = static_cast<int>(g.padding.w);
-    p.dilation_h = static_cast<int>(g.dilation.h);
-    p.divisor = FastDivisor(std::gcd(g.stride.h, g.dilation.h));
-    p.channels_last = reads_channels_last(a.grad_input, g.C, g.W);
-    const int64_t per_image = g.C * ceil_div(g.H, gather_rows) * (g.W / width);
-    const int64_t images = std::max<int64_t>(1, index_limit / per_image);
-    for (int64_t n = 0; n < g.N; n += images) {
-      p.count = static_cast<unsigned>(std::min(images, g.N - n) * per_image);
-      p.grad_output = at<T>(a.grad_output.data, n * a.grad_output.stride.n);
-      p.grad_input = const_cast<T*>(at<T>(a.grad_input.data, n * a.grad_input.stride.n));
-      const unsigned blocks = (p.count + 255) / 256;
-      if (width == 1)
-        strided_input_gradient_kernel<T, 1><<<blocks, 256, 0, stream>>>(p);
-      else
-        strided_input_gradient_kernel<T, vector><<<blocks, 256, 0, stream>>>(p);
-      if (const char* error = launch_error()) return error;
-    }
-  }
-  if (plan.one_pass) {
-    const ReductionPlan& r = plan.one_pass_plan;
-    const char* error = r.flat.use ? launch_flat<T>(a, r.flat, plan.bias_in_one_pass, workspace, stream)
-                                   : launch_one_pass<T>(a, r, plan.bias_in_one_pass, workspace, stream);
+  const Geometry& g = a.geometry;
+  if (plan.input_strided)
+    if (const char* error = launch_strided_input_gradient<T>(a, plan.strided_vector_width, stream)) return error;
+  ReduceParameters sums;
+  sums.tap_step = 1;
+  for (const PhasePlan& each : plan.phases) {
+    const BackwardArguments rows = phase_arguments(a, each.phase);
+    if (each.input)
+      if (const char* error = launch_forward<T>(grad_input_as_convolution(rows), each.input_plan, stream)) return error;
+    sums.tap_step = static_cast<int>(each.phase.tap_step);
+    if (!each.reduces()) continue;
+    const ReductionPlan& r = each.reduction;
+    const BackwardArguments read = columns_read(rows);
+    const char* error = each.weight  ? launch_weight_gradient<T>(read, r, each.bias, workspace, stream)
+                        : r.flat.use ? launch_flat<T>(read, r.flat, each.bias, workspace, stream)
+                                     : launch_one_pass<T>(read, r, each.bias, workspace, stream);
     if (error) return error;
-    if ((error = launch_reduce<T>(a, workspace, r.splits, true, plan.bias_in_one_pass, stream))) return error;
-    workspace += g.C * (g.K + 1) * r.splits;
+    const Partials left{workspace, static_cast<int>(each.phase.taps), r.splits};
+    sums.weight[each.phase.first_tap] = left;
+    if (each.bias) sums.bias = left;
+    workspace += partial_sums(g.C_out(), each.phase.taps, r);
   }
   if (plan.weight) {
     const ReductionPlan& r = plan.weight_plan;
-    BackwardParameters p = common_parameters(a, r, workspace);
-    p.channels = static_cast<int>(g.C_out());
-    p.width = FastDivisor(g.W_out);
-    p.with_bias = a.grad_bias.data && !plan.bias_in_one_pass;
-    const bool taps = a.grad_weight.data && !plan.one_pass;
-    const BackwardKernel kernel = r.channels_last       ? pick_weight_gradient<T, 1, true>(r.tiling.rows)
-                                  : r.vector_width == 1 ? pick_weight_gradient<T, 1, false>(r.tiling.rows)
-                                                        : pick_weight_gradient<T, vector, false>(r.tiling.rows);
-    const unsigned blocks = static_cast<unsigned>(int64_t{r.channel_groups} * r.splits * r.tap_chunks);
-    kernel<<<blocks, r.threads, shared_bytes_for<T>(r.tap_chunk), stream>>>(p);
-    if (const char* error = launch_error()) return error;
-    if (const char* error = launch_reduce<T>(a, workspace, r.splits, taps, p.with_bias, stream)) return error;
+    const bool with_bias = a.grad_bias.data && !sums.bias.data;
+    if (const char* error = launch_weight_gradient<T>(a, r, with_bias, workspace, stream)) return error;
+    const Partials left{workspace, static_cast<int>(g.K), r.splits};
+    if (plan.phases.empty()) sums.weight[0] = left;
+    if (with_bias) sums.bias = left;
   }
-  return nullptr;
+  return a.grad_weight.data || a.grad_bias.data ? launch_reduce<T>(a, sums, stream) : nullptr;
 }
 
 }  // namespace depthconv::cuda

@@ -47,6 +47,7 @@ const char* launch_forward(const Convolution& c, const ForwardPlan& plan, cudaSt
     p.tiling = DeviceTiling(tiling);
     p.channels = FastDivisor(plan.channels_last ? c.C_out / plan.vector_width : c.C_out);
     p.multiplier = FastDivisor(c.multiplier);
+    p.spread_w = FastDivisor(c.spread_w);
     p.input = at<T>(c.input.data, n * c.input.stride.n);
     p.weight = c.weight.data;
     p.bias = c.bias.data;

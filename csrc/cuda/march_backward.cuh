@@ -1,5 +1,6 @@
-// grad_input, grad_weight and grad_bias for stride 1 in one pass, marching: for taps that are compiled in and packs of
-// 4, 8 or 16 bytes. Input row i needs exactly the grad_output rows i + p - k * d for both sums.
+// grad_input (unless it is null), grad_weight and grad_bias for stride 1 in one pass, marching: for taps that are
+// compiled in and packs of 4, 8 or 16 bytes. Input row i needs exactly the grad_output rows i + p - k * d for both
+// sums.
 //
 // A thread owns one column (V elements side by side) of a tile of input rows and walks down it: the last Taps
 // grad_output rows lie in a ring of registers; x row i meets them all, giving one row of grad_input and one product a
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
       static_cast<int>(p.tiling.row_step.divisor);  // the dilation: both tensors' rows lie so far apart
   const int64_t x_pitch = row_step * p.input_stride.h, dy_pitch = row_step * p.grad_output_stride.h;
   const int64_t dx_pitch = row_step * p.grad_input_stride.h;
+  const bool with_input = p.grad_input != nullptr;
 
   for (unsigned turn = split; turn < turns && working; turn += p.splits) {
     Turn at;
@@ -137,15 +139,20 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
           }
         }
         if (u < Taps - 1) continue;
-        A value[V], grad_input[V];
+        A value[V];
 #pragma unroll
-        for (int v = 0; v < V; ++v) value[v] = widen(x_pack.value[v]), grad_input[v] = A(0);
+        for (int v = 0; v < V; ++v) value[v] = widen(x_pack.value[v]);
+        if (with_input) {
+          A grad_input[V];
 #pragma unroll
-        for (int k = 0; k < Taps; ++k)
+          for (int v = 0; v < V; ++v) grad_input[v] = A(0);
 #pragma unroll
-          for (int v = 0; v < V; ++v) grad_input[v] += w[k][ChannelsLast ? v : 0] * ring[(s - k + Taps) % Taps][v];
-        store<T, V>(dx, grad_input);
-        dx += dx_pitch;
+          for (int k = 0; k < Taps; ++k)
+#pragma unroll
+            for (int v = 0; v < V; ++v) grad_input[v] += w[k][ChannelsLast ? v : 0] * ring[(s - k + Taps) % Taps][v];
+          store<T, V>(dx, grad_input);
+          dx += dx_pitch;
+        }
         // The zeros that stand for missing grad_output rows must not meet an inf or NaN of x.
         const bool whole = inside(u) && inside(u - Taps + 1);
         if (whole || all_finite<T, V>(value)) {
@@ -183,13 +190,12 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
 template <typename T, int V, bool ChannelsLast>
 BackwardKernel pick_march_backward(int taps) {
   switch (taps) {
-#define DEPTHCONV_CASE(K)                                                                               \
-  case K:                                                                                               \
-    if constexpr (K <= march_backward_most &&                                                           \
-                  (V == march_backward_width(sizeof(T), K, ChannelsLast) || (V == 1 && !ChannelsLast))) \
-      return march_backward_kernel<T, V, K, ChannelsLast>;                                              \
+#define DEPTHCONV_CASE(K)                                                                             \
+  case K:                                                                                             \
+    if constexpr (V == march_backward_width(sizeof(T), K, ChannelsLast) || (V == 1 && !ChannelsLast)) \
+      return march_backward_kernel<T, V, K, ChannelsLast>;                                            \
     break;
-    DEPTHCONV_MARCH_TAPS(DEPTHCONV_CASE)
+    DEPTHCONV_MARCH_BACKWARD_TAPS(DEPTHCONV_CASE)
 #undef DEPTHCONV_CASE
   }
   return nullptr;

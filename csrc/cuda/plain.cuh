@@ -169,7 +169,10 @@ const char* launch_plain_backward(const BackwardArguments& a, int splits, double
     const unsigned blocks = static_cast<unsigned>(g.C_out() * (g.K + 1) * splits);
     plain_grad_weight_kernel<T><<<blocks, 256, 0, stream>>>(p);
     if (const char* error = launch_error()) return error;
-    return launch_reduce<T>(a, workspace, splits, a.grad_weight.data, a.grad_bias.data, stream);
+    ReduceParameters r;
+    r.weight[0] = r.bias = {workspace, static_cast<int>(g.K), splits};
+    r.tap_step = 1;
+    return launch_reduce<T>(a, r, stream);
   }
   return nullptr;
 }

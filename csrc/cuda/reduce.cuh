@@ -11,13 +11,20 @@ __device__ __forceinline__ double warp_sum(double value) {
   return value;
 }
 
-// A warp adds one tap's partials. Reads splits doubles, writes one element.
+// Where a kernel left its partial sums: [filter][taps + 1][splits], the last row for the bias. Without splits: zeros.
+struct Partials {
+  const double* data = nullptr;
+  int taps = 0, splits = 0;
+};
+
+// A warp adds one tap's partials. Reads splits doubles, writes one element. The taps of a height stride come from
+// several phases: tap k is number k / tap_step of the phase whose first tap is k % tap_step.
 struct ReduceParameters {
-  const double* partial;
+  Partials weight[most_phases], bias;
   void *grad_weight, *grad_bias;
   int64_t weight_filter, weight_tap, bias_step;
   int64_t sums;  // filters * (K + 1)
-  int taps, splits;
+  int taps, tap_step;
 };
 
 template <typename T>
@@ -29,8 +36,11 @@ __global__ void __launch_bounds__(256) reduce_kernel(const __grid_constant__ Red
   const bool is_bias = row == p.taps;
   if (is_bias ? !p.grad_bias : !p.grad_weight) return;
   const int lane = threadIdx.x % 32;
+  const Partials& from = is_bias ? p.bias : p.weight[row % p.tap_step];
+  const int from_row = is_bias ? from.taps : row / p.tap_step;
+  const double* partial = from.data + (filter * (from.taps + 1) + from_row) * from.splits;
   double total = 0;
-  for (int split = lane; split < p.splits; split += 32) total += p.partial[index * p.splits + split];
+  for (int split = lane; split < from.splits; split += 32) total += partial[split];
   total = warp_sum(total);
   if (lane != 0) return;
   if (is_bias)
@@ -39,19 +49,16 @@ __global__ void __launch_bounds__(256) reduce_kernel(const __grid_constant__ Red
     static_cast<T*>(p.grad_weight)[filter * p.weight_filter + row * p.weight_tap] = narrow<T, double>(total);
 }
 
+// The caller has filled p.weight, p.bias and p.tap_step.
 template <typename T>
-const char* launch_reduce(const BackwardArguments& a, const double* partial, int splits, bool weight, bool bias,
-                          cudaStream_t stream) {
-  ReduceParameters p;
-  p.partial = partial;
-  p.grad_weight = weight ? a.grad_weight.data : nullptr;
-  p.grad_bias = bias ? a.grad_bias.data : nullptr;
+const char* launch_reduce(const BackwardArguments& a, ReduceParameters& p, cudaStream_t stream) {
+  p.grad_weight = a.grad_weight.data;
+  p.grad_bias = a.grad_bias.data;
   p.weight_filter = a.grad_weight.filter;
   p.weight_tap = a.grad_weight.tap;
   p.bias_step = a.grad_bias.step;
   p.sums = a.geometry.C_out() * (a.geometry.K + 1);
   p.taps = static_cast<int>(a.geometry.K);
-  p.splits = splits;
   reduce_kernel<T><<<static_cast<unsigned>(ceil_div(p.sums, 8)), 256, 0, stream>>>(p);
   return launch_error();
 }
