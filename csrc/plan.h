@@ -334,8 +334,9 @@ inline bool march_taps(int64_t K) {
   return false;
 }
 
-// Its unrolled ring must stay in the instruction cache: many taps march in narrower columns. The phases of a height
-// stride have few taps, even numbers too.
+// The unrolled ring of more taps than this, times a vector, leaves the instruction cache. The phases of a height stride
+// have few taps, even numbers too.
+constexpr int march_backward_most = 21;
 #define DEPTHCONV_MARCH_BACKWARD_TAPS(X) \
   X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(9) X(11) X(13) X(15) X(17) X(19) X(21) X(23) X(31)
 inline bool march_backward_taps(int64_t K) {
@@ -351,7 +352,7 @@ inline bool march_backward_taps(int64_t K) {
 constexpr int march_backward_width(int size, int64_t taps, bool channels_last) {
   // channels_last keeps weights and sums of every channel of a pack: 4 or 8 bytes of them, as few as a copy moves.
   if (channels_last) return taps <= 11 && size == 4 ? 2 : size == 4 ? 1 : taps <= 5 ? 4 : 2;
-  const int most = taps <= 9 ? 8 : taps <= 21 ? 4 : 2;
+  const int most = taps <= 9 ? 8 : 4;
   return most < 16 / size ? most : 16 / size;
 }
 
@@ -518,7 +519,7 @@ inline bool plan_band(const Convolution& c, int multiprocessors, int64_t step, i
     width *= 2;
   const int64_t cols = c.W_out / width, channels = c.C_out;
   if (cols >= index_limit || c.N >= index_limit) return false;
-  if (width == 1) return false;
+  if (width < 4) return false;
   Tiling t;
   t.row_step = static_cast<int>(row_step);
   t.cols = static_cast<int>(cols);
@@ -790,7 +791,8 @@ inline ReductionPlan plan_one_pass(const BackwardArguments& a, int multiprocesso
     p.splits = static_cast<int>(ceil_div(t.blocks, ceil_div(t.blocks, wanted)));
     return p;
   }
-  p.march = !p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K);
+  p.march = !p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K) &&
+            (g.K <= march_backward_most || p.vector_width == 1);
   if (p.march) {
     p.kernel = kernel_name::one_pass_march;
     p.taps = static_cast<int>(g.K);

@@ -4,9 +4,9 @@
 //
 // A warp owns up to 8 columns (V elements side by side) of a tile of rows and walks down it, sixteen output rows at a
 // time. The last `Steps` blocks of sixteen input rows stay in registers as the products' right-hand sides, so each row
-// is loaded once a tile; the next blocks are on their way into a private queue in shared memory. Lane l holds column l
-// / 4 of input rows 2 (l % 4) + {0, 1, 8, 9}, and columns 2 (l % 4) + {0, 1} of output rows l / 4 + {0, 8}. Bytes: x
-// once and y once, and (K - 1) / rows of x again from L2.
+// is loaded once a tile; the next blocks are on their way into the warp's queue in shared memory. For the products lane
+// l holds one column of input rows 2 (l % 4) + {0, 1, 8, 9}, and columns l % 4 + {0, 4} of output rows l / 4 + {0, 8}.
+// Bytes: x once and y once, and (K - 1) / rows of x again from L2.
 //
 // The band's zeros meet rows that an output does not read. Where such a row holds an inf or NaN the product is wrong,
 // so a warp that has loaded one computes those outputs again, tap by tap.
@@ -143,20 +143,26 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride))
            row * p.output_stride.h + at.wo * V;
   };
   extern __shared__ double shared_memory[];
-  const BandColumn read = band_column(p, unit, col_group, line);
+  const BandColumn read = band_column(p, unit, col_group, lane % 8);
   const T* x = input_column(read);
   const int64_t pitch = p.dilation_h * p.input_stride.h;
-  RowQueue<T, V, 4 * band_depth> queue(shared_memory, band_threads);
+  // The warp's queue: blocks of 16 rows by 8 columns. A lane copies column lane % 8 of every fourth row, so that eight
+  // lanes copy one run of memory. Columns are swapped about by the row, so that reading meets no bank twice.
+  Pack<T, V>* queue = reinterpret_cast<Pack<T, V>*>(shared_memory) + threadIdx.x / 32 * (band_depth * 128);
+  auto slot = [&](int block, int row, int column) {
+    return queue + (block % band_depth * 16 + row) * 8 + (column ^ (row / 2 % 4));
+  };
   const int blocks_of_rows = kept + Stride * ((rows + 15) / 16);
   int pushed = 0;
   auto push = [&] {
     if (pushed < blocks_of_rows) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int j = pushed * 16 + pair * 2 + i % 2 + i / 2 * 8;
+        const int of_block = lane / 8 + 4 * i, j = pushed * 16 + of_block;
         const bool present =
             read.valid && j < needed && static_cast<unsigned>(first + j * p.dilation_h) < static_cast<unsigned>(p.H);
-        queue.push(pushed * 4 + i, present ? x + j * pitch : static_cast<const T*>(p.input), present);
+        copy_pack<T, V>(slot(pushed, of_block, lane % 8), present ? x + j * pitch : static_cast<const T*>(p.input),
+                        present);
       }
       ++pushed;
     }
@@ -165,13 +171,17 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride))
 #pragma unroll
   for (int s = 0; s < band_depth - 1; ++s) push();
   unsigned ring[Steps][2][V], marks[Steps];
+  const int column = line % 2 * 4 + line / 2;  // of the products: results 2 pair + e are column pair + 4 e
   int taken = 0;
   auto take = [&](int place) {
     wait_for_step<band_depth - 2>();
+    __syncwarp();  // the other lanes' copies are there, and their reads of the slot that push() fills are over
     unsigned mark = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      pair_rows<T, V>(queue.at(taken * 4 + 2 * h), queue.at(taken * 4 + 2 * h + 1), ring[place][h]);
+      const int row = 2 * pair + 8 * h;
+      pair_rows<T, V>(read_pack<T, V>(slot(taken, row, column)), read_pack<T, V>(slot(taken, row + 1, column)),
+                      ring[place][h]);
 #pragma unroll
       for (int v = 0; v < V; ++v) mark_infinite<T>(mark, ring[place][h][v]);
     }
@@ -228,14 +238,6 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride))
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Neighbouring lanes swap a column, so that what they store together is one run of memory.
-#pragma unroll
-      for (int v = 0; v < (V + 1) / 2; ++v) {
-        const bool odd = pair % 2;
-        const unsigned other = __shfl_xor_sync(0xffffffffu, odd ? result[h][0][v] : result[h][1][v], 1);
-        result[h][0][v] = odd ? other : result[h][0][v];
-        result[h][1][v] = odd ? result[h][1][v] : other;
-      }
       const int i = done + line + 8 * h;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -252,7 +254,7 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride))
 #pragma unroll 1
     for (int part = 0; part < 4; ++part) {
       const int i = done + line + part / 2 * 8;
-      const BandColumn at = band_column(p, unit, col_group, stored + part % 2 * 2);
+      const BandColumn at = band_column(p, unit, col_group, pair + part % 2 * 4);
       if (!at.valid || i >= rows) continue;
       const T* column = input_column(at);
       T* target = output_column(at) + i * y_pitch;
@@ -287,7 +289,6 @@ BandKernel pick_band(int steps, int stride) {
 template <typename T>
 BandKernel pick_band(const ForwardPlan& plan) {
   switch (plan.vector_width) {
-    case 2: return pick_band<T, 2>(plan.band_steps, plan.step);
     case 4: return pick_band<T, 4>(plan.band_steps, plan.step);
     case 8: return pick_band<T, 8>(plan.band_steps, plan.step);
   }

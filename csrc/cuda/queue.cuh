@@ -7,12 +7,37 @@
 
 namespace depthconv::cuda {
 
+// Starts copying a pack into shared memory, or zeros where it is not `present`.
+template <typename T, int V>
+__device__ __forceinline__ void copy_pack(Pack<T, V>* slot, const T* source, bool present) {
+  constexpr int bytes = sizeof(T) * V;
+  static_assert(bytes == 4 || bytes == 8 || bytes == 16, "what an asynchronous copy moves");
+#if __CUDA_ARCH__ >= 800
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(slot));
+  const int read = present ? bytes : 0;  // what is not read is filled with zeros
+  if constexpr (bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(read) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(bytes), "r"(read)
+                 : "memory");
+#else
+  *slot = present ? load<T, V>(source) : zero_pack<T, V>();
+#endif
+}
+
+template <typename T, int V>
+__device__ __forceinline__ Pack<T, V> read_pack(const Pack<T, V>* slot) {
+  using word = typename Word<sizeof(T) * V>::type;
+  const word bits = *reinterpret_cast<const word*>(slot);
+  Pack<T, V> pack;
+  memcpy(&pack, &bits, sizeof(bits));
+  return pack;
+}
+
 // Depth packs a thread, threads side by side: consecutive threads touch consecutive banks.
 template <typename T, int V, int Depth>
 class RowQueue {
   static_assert((Depth & (Depth - 1)) == 0, "a power of two");
-  static constexpr int bytes = sizeof(T) * V;
-  static_assert(bytes == 4 || bytes == 8 || bytes == 16, "what an asynchronous copy moves");
 
  public:
   __device__ explicit RowQueue(void* shared, int threads)
@@ -21,26 +46,11 @@ class RowQueue {
   // Starts copying a row's pack to place `index`, or zeros where the row is missing. One commit closes what belongs to
   // a step.
   __device__ __forceinline__ void push(int index, const T* source, bool present) {
-    Pack<T, V>* slot = slots_ + (index & (Depth - 1)) * threads_;
-#if __CUDA_ARCH__ >= 800
-    const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(slot));
-    const int read = present ? bytes : 0;  // what is not read is filled with zeros
-    if constexpr (bytes == 16)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(read) : "memory");
-    else
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(bytes), "r"(read)
-                   : "memory");
-#else
-    *slot = present ? load<T, V>(source) : zero_pack<T, V>();
-#endif
+    copy_pack<T, V>(slots_ + (index & (Depth - 1)) * threads_, source, present);
   }
 
   __device__ __forceinline__ Pack<T, V> at(int index) const {
-    using word = typename Word<bytes>::type;
-    const word bits = *reinterpret_cast<const word*>(slots_ + (index & (Depth - 1)) * threads_);
-    Pack<T, V> pack;
-    memcpy(&pack, &bits, bytes);
-    return pack;
+    return read_pack<T, V>(slots_ + (index & (Depth - 1)) * threads_);
   }
 
  private:
