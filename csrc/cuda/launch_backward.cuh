@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward.cuh"
+#include "bank_backward.cuh"
 #include "flat.cuh"
 #include "launch_forward.cuh"
 #include "march_backward.cuh"
@@ -170,6 +171,11 @@ const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan
   }
   if (plan.weight) {
     const ReductionPlan& r = plan.weight_plan;
+    if constexpr (sizeof(T) < 8)
+      if (r.bank.use) {
+        if (const char* error = launch_bank_gradient<T>(a, r.bank, workspace, stream)) return error;
+        return launch_reduce<T>(a, workspace, r.splits, true, a.grad_bias.data, stream);
+      }
     BackwardParameters p = common_parameters(a, r, workspace);
     p.channels = static_cast<int>(g.C_out());
     p.width = FastDivisor(g.W_out);

@@ -1,6 +1,7 @@
 // Chooses the compiled forward kernel that a plan names, and launches it.
 #pragma once
 
+#include "bank.cuh"
 #include "flat.cuh"
 #include "forward.cuh"
 #include "march_forward.cuh"
@@ -34,8 +35,10 @@ ForwardKernel pick_forward(const ForwardPlan& plan) {
 // Follows the plan, plan.images of the batch a launch. Returns null or the error's text.
 template <typename T>
 const char* launch_forward(const Convolution& c, const ForwardPlan& plan, cudaStream_t stream) {
-  if constexpr (sizeof(T) < 8)
+  if constexpr (sizeof(T) < 8) {
+    if (plan.bank.use) return launch_bank<T>(c, plan, stream);
     if (plan.flat.use) return launch_flat_forward<T>(c, plan.flat, stream);
+  }
   for (int64_t n = 0; n < c.N; n += plan.images) {
     Tiling tiling = plan.tiling;
     tiling.lines = tiling.lines / c.N * std::min(plan.images, c.N - n);
