@@ -393,8 +393,13 @@ constexpr int bank_columns = 16;           // of the output at least: threads of
 constexpr int bank_shared = 48 * 1024;     // weights and what splits of an output exchange
 constexpr int bank_gradient_columns = 64;  // of a row at least: a tile of fewer is mostly barriers
 constexpr int bank_gradient_threads = 128;
-constexpr int bank_gradient_shared = 64 * 1024;  // what every architecture gives a block
-constexpr int bank_taps = 6;                     // a thread of the gradients
+constexpr int bank_taps = 6;    // a thread of the gradients
+constexpr int bank_tile = 112;  // columns staged at a time, at most
+// Distance of staged rows: an odd number of 16-byte words, so that rows 6 apart fall on different banks.
+constexpr int bank_tile_pitch(int size) { return bank_tile + 16 / size; }
+// Rows of taps that fit beside that many rows of filters, and the distance of their weights: whole vectors.
+constexpr int bank_tap_rows(int filters) { return filters > 16 ? 4 * bank_taps : 6 * bank_taps; }
+constexpr int bank_weights = 8;
 
 // Distance between the weights of two taps in shared memory: four more than the filters keep a warp that stages one
 // filter's taps on different banks.
@@ -437,7 +442,7 @@ inline bool plan_bank(ForwardPlan& plan, const Convolution& c, int multiprocesso
   b.chunks = static_cast<int>(ceil_div(chunks, filter_groups));
   b.filter_groups = static_cast<int>(ceil_div(chunks, b.chunks));
   const int width = c.stride.w == 1 && c.padding.w == 0
-                        ? width_of({&c.input, &c.output}, c.W_out, b.filters == 8 ? 4 : 16 / size, size)
+                        ? width_of({&c.input, &c.output}, c.W_out, b.filters >= 4 ? 4 : 16 / size, size)
                         : 1;
   const int64_t cols = c.W_out / width, an_image = rows * cols;
   const int64_t weights = b.taps * bank_pitch(b.filters, b.chunks) * 4;
@@ -488,21 +493,20 @@ inline BankGradientPlan plan_bank_gradient(const BackwardArguments& a, int multi
   const int64_t filter_groups = ceil_div(g.multiplier, 32);
   b.filters_a_block = static_cast<int>(ceil_div(g.multiplier, filter_groups));
   const int ones = a.grad_bias.data ? 1 : 0;  // a row of ones makes grad_bias one more tap
-  const int64_t tap_groups = ceil_div(b.taps, 6 * bank_taps - 1);
-  b.tap_chunk = static_cast<int>(ceil_div(b.taps, tap_groups));
   b.filter_rows = static_cast<int>(ceil_div(b.filters_a_block, b.filters));
+  const int64_t tap_groups = ceil_div(b.taps, bank_tap_rows(b.filter_rows * b.filters) - ones);
+  b.tap_chunk = static_cast<int>(ceil_div(b.taps, tap_groups));
   b.tap_rows = static_cast<int>(ceil_div(b.tap_chunk + ones, bank_taps));
   const int pairs = b.filter_rows * b.tap_rows;
   while (b.lanes < pairs) b.lanes *= 2;
   b.vector_width = a.grad_output.stride.w != 1 ? 1
                    : b.with_input              ? width_of({&a.input, &a.grad_output, &a.grad_input}, g.W, 4, size)
                                                : width_of({&a.input, &a.grad_output}, g.W, 4, size);
-  // Sums in float64, weights in float32, and two tiles in turn. Rows lie an odd number of 16-byte words apart.
-  const int entries = pairs * bank_taps * b.filters, rows = b.tap_rows * bank_taps + b.filter_rows * b.filters;
-  const int fixed = static_cast<int>(ceil_div(entries * 12, 16) * 16), pad = 16 / size, sector = 32 / size;
-  const int64_t most = std::min(128, ((bank_gradient_shared - fixed) / (2 * rows * size) - pad) / sector * sector);
-  b.tile_cols = static_cast<int>(ceil_div(ceil_div(g.W, ceil_div(g.W, most)), sector) * sector);
-  b.shared_bytes = static_cast<unsigned>(fixed + 2 * rows * (b.tile_cols + pad) * size);
+  // Sums in float64, weights in float32, and two tiles in turn.
+  const int filters = b.filter_rows * b.filters, rows = b.tap_rows * bank_taps + filters, sector = 32 / size;
+  const int sums = filters * b.tap_rows * (bank_taps * 8 + bank_weights * 4);
+  b.shared_bytes = static_cast<unsigned>(sums + 2 * rows * bank_tile_pitch(size) * size);
+  b.tile_cols = static_cast<int>(ceil_div(ceil_div(g.W, ceil_div(g.W, bank_tile)), sector) * sector);
   const int64_t col_tiles = ceil_div(g.W, b.tile_cols);
   b.tiles = g.N * col_tiles;
   const int64_t groups = g.C * filter_groups * tap_groups;

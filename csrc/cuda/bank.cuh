@@ -33,7 +33,7 @@ struct BankParameters {
   int stride_h, stride_w, padding_h, padding_w;
 };
 
-// Blocks of 256 threads that must fit a multiprocessor: bounds the registers of a thread to 64, 80 or 128.
+// Blocks of 256 threads that must fit a multiprocessor: bounds the registers of a thread to 128, 80 or 64.
 constexpr int bank_blocks(int size, int filters, int width) {
   return filters * width >= 16 || size * width == 16 ? 2 : filters * width >= 8 ? 3 : 4;
 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void read_weights(float (&w)[Filters], const float* s
 template <typename T, int V, int Filters>
 __global__ void __launch_bounds__(256, bank_blocks(sizeof(T), Filters, V))
     bank_kernel(const __grid_constant__ BankParameters p) {
-  constexpr int ahead = Filters == 8 ? 6 : 8;
+  constexpr int ahead = 8;
   extern __shared__ float4 shared_words[];
   float* weights = reinterpret_cast<float*>(shared_words);
   const int pitch = p.pitch;
@@ -114,25 +114,29 @@ __global__ void __launch_bounds__(256, bank_blocks(sizeof(T), Filters, V))
     for (int v = 0; v < V; ++v) sum[f][v] = bias;
   }
   const float* tap_weights = weights + begin * pitch + chunk * Filters;
-  for (int k = begin; k < end; k += ahead) {
+  auto add_tap = [&](const Pack<T, V>& pack) {
+    float w[Filters];
+    read_weights(w, tap_weights);
+    tap_weights += pitch;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const float value = widen(pack.value[v]);
+#pragma unroll
+      for (int f = 0; f < Filters; ++f) sum[f][v] += w[f] * value;
+    }
+  };
+  int left = end - begin;
+  for (; left >= ahead; left -= ahead) {
 #pragma unroll
     for (int j = 0; j < ahead; ++j) {
-      if (k + j >= end) break;
-      float value[V], w[Filters];
-#pragma unroll
-      for (int v = 0; v < V; ++v) value[v] = widen(buffer[j].value[v]);
-      if (k + j + ahead < end) {
-        buffer[j] = load<T, V>(row);
-        row += p.input_tap;
-      }
-      read_weights(w, tap_weights);
-      tap_weights += pitch;
-#pragma unroll
-      for (int f = 0; f < Filters; ++f)
-#pragma unroll
-        for (int v = 0; v < V; ++v) sum[f][v] += w[f] * value[v];
+      add_tap(buffer[j]);
+      if (left > j + ahead) buffer[j] = load<T, V>(row);
+      row += p.input_tap;
     }
   }
+#pragma unroll
+  for (int j = 0; j < ahead - 1; ++j)
+    if (j < left) add_tap(buffer[j]);
 
   if (p.tap_splits > 1) {
     // [split - 1][chunk][filter, element][place]: neighbouring places on neighbouring banks.

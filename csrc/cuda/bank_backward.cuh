@@ -2,12 +2,12 @@
 // of matrices, [filters x columns] times [columns x taps], and grad_input (stride 1) is [taps x filters] times [filters
 // x columns] of the same two tiles.
 //
-// A block keeps one channel (at most 32 of its filters, at most 35 of its taps) and walks every splits-th tile of
-// tile_cols columns: x rows and grad_output rows arrive in shared memory by asynchronous copies, the next tile on its
-// way while this one is used. For grad_weight a thread owns Filters filters by 6 taps and every slices-th group of 4
-// columns; a row of ones makes grad_bias one more tap. For grad_input a warp owns 6 rows, a lane 4 columns.
-// Bytes: x and grad_output read once (grad_output again for each 35 taps, x for each 32 filters), grad_input written
-// once.
+// A block keeps one channel (at most 32 of its filters, at most 36 of its taps, 24 beside more than 16 filters) and
+// walks every splits-th tile of tile_cols columns: x rows and grad_output rows arrive in shared memory by asynchronous
+// copies, the next tile on its way while this one is used. For grad_weight a thread owns Filters filters by 6 taps and
+// every slices-th group of 4 columns; a row of ones makes grad_bias one more tap. For grad_input a warp owns 6 rows, a
+// lane 4 columns. Bytes: x and grad_output read once (grad_output again for each 36 or 24 taps, x for each 32 filters),
+// grad_input written once.
 //
 // Order of the sums: a thread adds the products of at most 320 columns in float32; a warp's slices are added across
 // lanes; warps add theirs in turn to the block's sums in float64; reduce_kernel adds the blocks' in float64.
@@ -65,12 +65,16 @@ __device__ __forceinline__ Pack<T, V> shared_pack(const T* address) {
 }
 
 // grad_input of one tile: rows `warp`, `warp + warps`, ... in units of 6.
-template <typename T, int V>
-__device__ __forceinline__ void bank_input_tile(const BankGradientParameters& p, const T* dy, int pitch,
-                                                const float* weights, int filters, int taps, int count, T* target) {
-  constexpr int packs = 4 / V;
-  const int lane = threadIdx.x % 32, warps = bank_gradient_threads / 32, row_weights = p.tap_rows * bank_taps;
-  const T* column = dy + lane * V;
+template <typename T, int V, int Filters>
+__device__ __forceinline__ void bank_input_tile(const BankGradientParameters& p, const T* dy, const float* weights,
+                                                int filters, int taps, int count, T* target) {
+  constexpr int together = Filters == 4 ? 4 : 1;  // filters a turn of the loop
+  constexpr int packs = 4 / V, pitch = bank_tile + 16 / sizeof(T);
+  const int lane = threadIdx.x % 32, warps = bank_gradient_threads / 32, row_weights = p.tap_rows * bank_weights;
+  // A lane past the tile works on its first column: no branch, and nothing is stored.
+  const T* column[packs];
+#pragma unroll
+  for (int g = 0; g < packs; ++g) column[g] = dy + ((lane + g * 32) * V < p.tile_cols ? (lane + g * 32) * V : 0);
   for (int unit = threadIdx.x / 32; unit * bank_taps < taps; unit += warps) {
     float sum[bank_taps][packs][V];
 #pragma unroll
@@ -79,19 +83,15 @@ __device__ __forceinline__ void bank_input_tile(const BankGradientParameters& p,
       for (int g = 0; g < packs; ++g)
 #pragma unroll
         for (int v = 0; v < V; ++v) sum[i][g][v] = 0.0f;
-    const float* w_row = weights + unit * bank_taps;
-#pragma unroll 2
+    const float* w_row = weights + unit * bank_weights;
+#pragma unroll together
     for (int q = 0; q < filters; ++q) {
-      float w[bank_taps];
-#pragma unroll
-      for (int i = 0; i < bank_taps; i += 2) {
-        const float2 two = *reinterpret_cast<const float2*>(w_row + q * row_weights + i);
-        w[i] = two.x, w[i + 1] = two.y;
-      }
+      const float4 four = *reinterpret_cast<const float4*>(w_row + q * row_weights);
+      const float2 two = *reinterpret_cast<const float2*>(w_row + q * row_weights + 4);
+      const float w[bank_taps] = {four.x, four.y, four.z, four.w, two.x, two.y};
 #pragma unroll
       for (int g = 0; g < packs; ++g) {
-        if ((lane + g * 32) * V >= p.tile_cols) continue;
-        const Pack<T, V> value = shared_pack<T, V>(column + q * pitch + g * 32 * V);
+        const Pack<T, V> value = shared_pack<T, V>(column[g] + q * pitch);
 #pragma unroll
         for (int i = 0; i < bank_taps; ++i)
 #pragma unroll
@@ -114,14 +114,13 @@ __device__ __forceinline__ void bank_input_tile(const BankGradientParameters& p,
 template <typename T, int V, int Filters>
 __global__ void __launch_bounds__(bank_gradient_threads, bank_gradient_blocks(Filters))
     bank_gradient_kernel(const __grid_constant__ BankGradientParameters p) {
-  constexpr int pad = 16 / sizeof(T);
-  const int pitch = p.tile_cols + pad;
+  constexpr int pitch = bank_tile + 16 / sizeof(T);
   const int tap_entries = p.tap_rows * bank_taps, filter_entries = p.filter_rows * Filters;
   const int entries = tap_entries * filter_entries, tile = (tap_entries + filter_entries) * pitch;
   extern __shared__ float4 shared_words[];
-  double* totals = reinterpret_cast<double*>(shared_words);  // [filter][tap], and the weights likewise
+  double* totals = reinterpret_cast<double*>(shared_words);  // [filter][tap], as the weights, padded
   float* weights = reinterpret_cast<float*>(totals + entries);
-  T* tiles = reinterpret_cast<T*>(shared_words + (entries * 12 + 15) / 16);
+  T* tiles = reinterpret_cast<T*>(weights + filter_entries * p.tap_rows * bank_weights);
 
   unsigned split, tap_group, filter_group;
   const unsigned channel =
@@ -136,9 +135,10 @@ __global__ void __launch_bounds__(bank_gradient_threads, bank_gradient_blocks(Fi
   // Rows and columns that no copy fills hold zeros, the row of ones excepted.
   for (int i = threadIdx.x; i < 2 * tile; i += bank_gradient_threads) tiles[i] = narrow<T, float>(0.0f);
   const T* weight = static_cast<const T*>(p.weight) + co * p.weight_filter + (p.first_tap + first) * p.weight_tap;
-  for (int i = threadIdx.x; i < entries; i += bank_gradient_threads) {
-    const int q = i / tap_entries, k = i % tap_entries;
-    totals[i] = 0;
+  for (int i = threadIdx.x; i < entries; i += bank_gradient_threads) totals[i] = 0;
+  for (int i = threadIdx.x; i < filter_entries * p.tap_rows * bank_weights; i += bank_gradient_threads) {
+    const int word = i / bank_weights, q = word / p.tap_rows;
+    const int k = word % p.tap_rows * bank_taps + i % bank_weights;
     weights[i] = q < filters && k < taps ? widen(__ldg(weight + q * p.weight_filter + k * p.weight_tap)) : 0.0f;
   }
   __syncthreads();
@@ -182,8 +182,7 @@ __global__ void __launch_bounds__(bank_gradient_threads, bank_gradient_blocks(Fi
 #endif
   };
 
-  // grad_weight: which filters, taps and columns are this thread's. Its rows interleave with its neighbours': other
-  // banks.
+  // grad_weight: which filters, taps and columns are this thread's. Neighbours read rows on other banks.
   const int pair = threadIdx.x % p.lanes, slice = threadIdx.x / p.lanes;
   const int slices = bank_gradient_threads / p.lanes;
   const int qb = pair % p.filter_rows, kb = pair / p.filter_rows;
@@ -208,7 +207,7 @@ __global__ void __launch_bounds__(bank_gradient_threads, bank_gradient_blocks(Fi
         for (int f = 0; f < Filters; ++f)
 #pragma unroll
           for (int i = 0; i < bank_taps; ++i)
-            totals[(qb + f * p.filter_rows) * tap_entries + kb + i * p.tap_rows] += static_cast<double>(sum[f][i]);
+            totals[(qb + f * p.filter_rows) * tap_entries + kb * bank_taps + i] += static_cast<double>(sum[f][i]);
       }
       __syncthreads();
     }
@@ -236,7 +235,7 @@ __global__ void __launch_bounds__(bank_gradient_threads, bank_gradient_blocks(Fi
     const T* dy_tile = now + tap_entries * pitch;
     const int groups = (count + 3) / 4;
     if (working) {
-      const T* taps_at = now + kb * pitch;
+      const T* taps_at = now + kb * bank_taps * pitch;
       const T* filters_at = dy_tile + qb * pitch;
       for (int g = slice; g < groups; g += slices) {
         float value[Filters][4];
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(bank_gradient_threads, bank_gradient_blocks(Fi
         }
 #pragma unroll
         for (int i = 0; i < bank_taps; ++i) {
-          const Pack<T, 4> four = shared_pack<T, 4>(taps_at + i * p.tap_rows * pitch + g * 4);
+          const Pack<T, 4> four = shared_pack<T, 4>(taps_at + i * pitch + g * 4);
 #pragma unroll
           for (int f = 0; f < Filters; ++f)
 #pragma unroll
@@ -257,7 +256,7 @@ __global__ void __launch_bounds__(bank_gradient_threads, bank_gradient_blocks(Fi
       }
     }
     if (p.grad_input)
-      bank_input_tile<T, V>(p, dy_tile, pitch, weights, filters, taps, count, dx + n * p.grad_input_n + start);
+      bank_input_tile<T, V, Filters>(p, dy_tile, weights, filters, taps, count, dx + n * p.grad_input_n + start);
     __syncthreads();
     summed += (groups + slices - 1) / slices * 4;
     if (summed >= bank_flush) {
