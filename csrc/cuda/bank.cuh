@@ -173,7 +173,9 @@ BankKernel pick_bank(int filters) {
   switch (filters) {
     case 1: return bank_kernel<T, V, 1>;
     case 2: return bank_kernel<T, V, 2>;
-    case 4: return bank_kernel<T, V, 4>;
+    case 4:
+      if constexpr (V <= 4) return bank_kernel<T, V, 4>;
+      break;
     case 8:
       if constexpr (V <= 4) return bank_kernel<T, V, 8>;
   }
