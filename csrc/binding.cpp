@@ -74,6 +74,13 @@ py::dict describe(const ForwardPlan& plan) {
   out["step"] = plan.step;
   out["threads"] = plan.threads;
   out["blocks"] = plan.tiling.blocks;
+  if (plan.bank.use) {
+    out["filters"] = plan.bank.filters;
+    out["chunks"] = plan.bank.chunks;
+    out["filter_groups"] = plan.bank.filter_groups;
+    out["tap_splits"] = plan.bank.tap_splits;
+    out["shared_bytes"] = plan.bank.shared_bytes;
+  }
   return out;
 }
 
@@ -87,6 +94,12 @@ py::dict describe(const ReductionPlan& plan) {
   out["splits"] = plan.splits;
   out["tap_chunks"] = plan.tap_chunks;
   out["blocks"] = int64_t{plan.channel_groups} * plan.splits * plan.tap_chunks;
+  if (plan.bank.use) {
+    out["filters"] = plan.bank.filters;
+    out["filters_a_block"] = plan.bank.filters_a_block;
+    out["tap_chunk"] = plan.bank.tap_chunk;
+    out["shared_bytes"] = plan.bank.shared_bytes;
+  }
   return out;
 }
 

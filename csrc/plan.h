@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <numeric>
 #include <vector>
 
@@ -65,6 +66,7 @@ constexpr const char* march_channels_last = "march_channels_last";
 constexpr const char* flat = "flat";  // planes as runs of memory, through shared memory
 constexpr const char* one_pass_flat = "one_pass_flat";
 constexpr const char* band = "band";          // tensor cores: vectors along the width
+constexpr const char* bank = "bank";          // several filters of a channel a thread, rows streamed past their sums
 constexpr const char* plain = "plain";        // one element a thread, 64-bit indices
 constexpr const char* one_pass = "one_pass";  // a register tile
 constexpr const char* one_pass_march = "one_pass_march";
@@ -72,6 +74,8 @@ constexpr const char* one_pass_channels_last = "one_pass_channels_last";
 constexpr const char* one_pass_march_channels_last = "one_pass_march_channels_last";
 constexpr const char* weight_gradient = "weight_gradient";
 constexpr const char* weight_gradient_channels_last = "weight_gradient_channels_last";
+constexpr const char* weight_gradient_bank = "weight_gradient_bank";  // filters x taps as a matrix product
+constexpr const char* one_pass_bank = "one_pass_bank";                // the same and grad_input
 constexpr const char* strided_input_gradient = "strided_input_gradient";
 constexpr const char* reduce = "reduce";
 }  // namespace kernel_name
@@ -113,6 +117,37 @@ struct FlatPlan {
   int64_t blocks = 1;
 };
 
+// The filter bank: how a block's threads share the outputs of one input channel. See bank.cuh.
+struct BankPlan {
+  bool use = false;
+  bool spread = false;    // one input row, every output row a multiple of it: grad_input where H_out is 1
+  int64_t channels = 1;   // of the input
+  int64_t outputs = 1;    // of a channel at one place: filters, or rows of the spread
+  int64_t taps = 1;       // terms of an output: taps, or filters of the spread
+  int filters = 1;        // outputs a thread
+  int chunks = 1;         // times that, side by side in a block
+  int filter_groups = 1;  // blocks that share the outputs of a place
+  int tap_splits = 1;     // threads that share an output's terms
+  int items = 128;        // places a block
+  unsigned shared_bytes = 0;
+};
+
+// The filter bank's gradients for H_out = 1. See bank_backward.cuh.
+struct BankGradientPlan {
+  bool use = false;
+  bool with_input = false;          // grad_input in the same pass
+  int64_t first_tap = 0, taps = 0;  // the taps whose row lies in the input
+  int filters = 1;                  // a thread
+  int filters_a_block = 1, filter_groups = 1;
+  int tap_chunk = 1, tap_groups = 1;  // taps a block
+  int filter_rows = 1, tap_rows = 1;  // threads along the filters and along the taps
+  int lanes = 1;                      // their product, rounded up: to a power of two, or to whole warps
+  int tile_cols = 0, col_tiles = 1;   // columns staged at a time
+  int64_t tiles = 1;                  // of a channel
+  int vector_width = 1, splits = 1;
+  unsigned shared_bytes = 0;
+};
+
 struct ForwardPlan {
   const char* kernel = kernel_name::plain;
   const char* reason = "";
@@ -125,6 +160,7 @@ struct ForwardPlan {
   FlatPlan flat;
   int band_steps = 0;  // blocks of 16 input rows that 16 output rows read, where tensor cores do the sums
   int packed = 1;      // images whose columns share a warp there
+  BankPlan bank;
   int64_t images = 1;  // of the batch, a launch
   Tiling tiling;
 };
@@ -550,6 +586,147 @@ inline bool plan_band(const Convolution& c, int multiprocessors, int64_t step, i
   return true;
 }
 
+constexpr int bank_columns = 16;           // of the output at least: threads of a warp lie along the width
+constexpr int bank_shared = 48 * 1024;     // weights and what splits of an output exchange
+constexpr int bank_gradient_columns = 64;  // of a row at least: a tile of fewer is mostly barriers
+constexpr int bank_gradient_threads = 128;
+constexpr int bank_taps = 6;    // a thread of the gradients
+constexpr int bank_tile = 112;  // columns staged at a time, at most
+// Distance of staged rows: an odd number of 16-byte words, so that rows 6 apart fall on different banks.
+constexpr int bank_tile_pitch(int size) { return bank_tile + 16 / size; }
+// Rows of taps that fit beside that many rows of filters, and the distance of their weights: whole vectors.
+constexpr int bank_tap_rows(int filters) { return filters > 16 ? 4 * bank_taps : 6 * bank_taps; }
+constexpr int bank_weights = 8;
+
+// Distance between the weights of two taps in shared memory: four more than the filters keep a warp that stages one
+// filter's taps on different banks.
+constexpr int bank_pitch(int filters, int chunks) { return filters * chunks + (filters == 8 ? 4 : 0); }
+
+// Widest pack of `most` elements or fewer that all operands allow.
+inline int width_of(std::initializer_list<const Operand*> operands, int64_t columns, int most, int size) {
+  for (int width = most; width > 1; width /= 2) {
+    bool aligned = columns % width == 0;
+    for (const Operand* operand : operands) aligned = aligned && rows_aligned(*operand, width, size);
+    if (aligned) return width;
+  }
+  return 1;
+}
+
+// Blocks that the registers leave a multiprocessor: 128 of them a thread, or 80.
+constexpr int bank_gradient_blocks(int filters) { return filters == 4 ? 4 : 6; }
+
+// Fills the plan if the filter bank suits the problem: few output rows, or more filters than taps. A tile of rows
+// would keep sums that no row needs, and would read the input once a filter.
+inline bool plan_bank(ForwardPlan& plan, const Convolution& c, int multiprocessors) {
+  const int size = element_size(c.dtype);
+  if (size == 8 || c.W_out < bank_columns || c.spread_w != 1) return false;
+  BankPlan b;
+  const bool gather = c.fold == 1 && (c.H_out <= 4 || (c.multiplier > 1 && c.K <= std::min<int64_t>(c.multiplier, 8)));
+  b.spread = !gather && c.H == 1 && c.multiplier == 1 && c.stride.h == 1 && c.dilation.h == 1 &&
+             c.padding.h <= c.K - 1 && c.padding.h >= c.H_out - 1;
+  if (!gather && !b.spread) return false;
+  b.channels = c.C_out / c.multiplier;
+  b.outputs = b.spread ? c.H_out : c.multiplier;
+  b.taps = b.spread ? c.fold : c.K;
+  const int64_t rows = b.spread ? 1 : c.H_out;
+  // As many outputs a thread as leave few of them empty.
+  const int64_t left = b.outputs % 8;
+  b.filters = b.outputs <= 2                            ? static_cast<int>(b.outputs)
+              : b.outputs <= 4                          ? 4
+              : left == 0 || left > 4 || b.outputs > 16 ? 8
+                                                        : 4;
+  const int64_t chunks = ceil_div(b.outputs, b.filters), filter_groups = ceil_div(chunks, 4);
+  b.chunks = static_cast<int>(ceil_div(chunks, filter_groups));
+  b.filter_groups = static_cast<int>(ceil_div(chunks, b.chunks));
+  const int width = c.stride.w == 1 && c.padding.w == 0
+                        ? width_of({&c.input, &c.output}, c.W_out, b.filters >= 4 ? 4 : 16 / size, size)
+                        : 1;
+  const int64_t cols = c.W_out / width, an_image = rows * cols;
+  const int64_t weights = b.taps * bank_pitch(b.filters, b.chunks) * 4;
+  if (weights > bank_shared / 2 || an_image >= index_limit) return false;
+  // Too few threads to keep the memory busy: several share an output's terms.
+  const int64_t threads = c.N * b.channels * an_image * chunks;
+  while (2 * b.chunks * b.tap_splits <= 8 && b.taps >= 8 * b.tap_splits &&
+         threads * b.tap_splits < int64_t{multiprocessors} * 512)
+    b.tap_splits *= 2;
+  const int parts = b.chunks * b.tap_splits;
+  b.items = 32 * std::max(1, (parts <= 2 ? 4 : 8) / parts);
+  while (b.items > 32 && c.N * an_image <= b.items / 2) b.items /= 2;
+  b.items = b.items / 32 * 32;
+  plan.threads = b.items * parts;
+  // Splits hand over their sums: filters * width floats a thread, at most 24 KB in all.
+  b.shared_bytes = static_cast<unsigned>(weights + (plan.threads - b.items * b.chunks) * b.filters * width * 4);
+  const int64_t blocks = b.channels * b.filter_groups;
+  const int64_t counted = std::max(an_image, (ceil_div(an_image, b.items) + 1) * blocks);
+  if (counted >= index_limit || b.shared_bytes > bank_shared) return false;
+  b.use = true;
+  plan.kernel = kernel_name::bank;
+  plan.reason = b.spread ? "one row in, many out: several rows a thread, each a product for every filter"
+                         : "few output rows or many filters: several filters a thread, input rows streamed past them";
+  plan.vector_width = width;
+  plan.taps = 0;
+  plan.images = std::min(c.N, std::max<int64_t>(1, index_limit / counted));
+  plan.bank = b;
+  plan.tiling.cols = static_cast<int>(cols);
+  plan.tiling.lines = c.N * rows;
+  plan.tiling.blocks = ceil_div(std::min(plan.images, c.N) * an_image, b.items) * blocks;
+  return true;
+}
+
+// The gradients where H_out = 1: grad_weight is a product of matrices, filters x columns times columns x taps.
+inline BankGradientPlan plan_bank_gradient(const BackwardArguments& a, int multiprocessors) {
+  BankGradientPlan b;
+  const Geometry& g = a.geometry;
+  const int size = element_size(a.dtype);
+  if (size == 8 || !a.grad_weight.data || g.H_out != 1 || g.stride.w != 1 || g.padding.w != 0 ||
+      g.W < bank_gradient_columns || a.input.stride.w != 1 || a.grad_output.stride.w > 1)
+    return b;
+  b.first_tap = ceil_div(g.padding.h, g.dilation.h);
+  b.taps = std::min(g.K - 1, (g.H - 1 + g.padding.h) / g.dilation.h) - b.first_tap + 1;
+  if (b.taps < 1) return b;
+  const bool whole = g.dilation.h == 1 && b.taps == g.H;  // every input row has its tap
+  b.with_input = a.grad_input.data && whole && g.multiplier <= 32 && a.grad_input.stride.w == 1;
+  b.filters = g.multiplier <= 2 ? static_cast<int>(g.multiplier) : 4;
+  const int64_t filter_groups = ceil_div(g.multiplier, 32);
+  b.filters_a_block = static_cast<int>(ceil_div(g.multiplier, filter_groups));
+  const int ones = a.grad_bias.data ? 1 : 0;  // a row of ones makes grad_bias one more tap
+  b.filter_rows = static_cast<int>(ceil_div(b.filters_a_block, b.filters));
+  const int64_t tap_groups = ceil_div(b.taps, bank_tap_rows(b.filter_rows * b.filters) - ones);
+  b.tap_chunk = static_cast<int>(ceil_div(b.taps, tap_groups));
+  b.tap_rows = static_cast<int>(ceil_div(b.tap_chunk + ones, bank_taps));
+  const int pairs = b.filter_rows * b.tap_rows;
+  while (b.lanes < pairs) b.lanes *= 2;
+  b.vector_width = a.grad_output.stride.w != 1 ? 1
+                   : b.with_input              ? width_of({&a.input, &a.grad_output, &a.grad_input}, g.W, 4, size)
+                                               : width_of({&a.input, &a.grad_output}, g.W, 4, size);
+  // Sums in float64, weights in float32, and two tiles in turn.
+  const int filters = b.filter_rows * b.filters, rows = b.tap_rows * bank_taps + filters, sector = 32 / size;
+  const int sums = filters * b.tap_rows * (bank_taps * 8 + bank_weights * 4);
+  b.shared_bytes = static_cast<unsigned>(sums + 2 * rows * bank_tile_pitch(size) * size);
+  b.tile_cols = static_cast<int>(ceil_div(ceil_div(g.W, ceil_div(g.W, bank_tile)), sector) * sector);
+  const int64_t col_tiles = ceil_div(g.W, b.tile_cols);
+  b.tiles = g.N * col_tiles;
+  const int64_t groups = g.C * filter_groups * tap_groups;
+  if (groups >= index_limit || b.tiles >= index_limit) return b;
+  b.filter_groups = static_cast<int>(filter_groups);
+  b.tap_groups = static_cast<int>(tap_groups);
+  b.col_tiles = static_cast<int>(col_tiles);
+  // Whole waves of blocks: the fewest turns of the longest-running multiprocessor, and one for starting a block.
+  const int64_t resident = int64_t{multiprocessors} *
+                           std::min<int64_t>(bank_gradient_blocks(b.filters), 227 * 1024 / (b.shared_bytes + 1024));
+  int64_t least = 0;
+  for (int waves = 1; waves <= 8; ++waves) {
+    const int64_t wanted = std::min(b.tiles, std::max<int64_t>(1, resident * waves / groups));
+    const int64_t turns = ceil_div(b.tiles, wanted), splits = ceil_div(b.tiles, turns);
+    const int64_t cost = ceil_div(groups * splits, resident) * (turns + 1);
+    if (waves > 1 && cost >= least) continue;
+    least = cost;
+    b.splits = static_cast<int>(splits);
+  }
+  b.use = groups * b.splits < index_limit;
+  return b;
+}
+
 inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors, int capability) {
   auto plain = [](const char* reason) {
     ForwardPlan plan;
@@ -580,6 +757,7 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors, int c
     cols = c.W_out * (c.C_out / plan.vector_width);
     planes = c.N;
   } else {
+    if (plan_bank(plan, c, multiprocessors)) return plan;
     plan.kernel = kernel_name::rows;
     const int width = 16 / size;
     if (c.stride.w != 1 || c.spread_w != 1 || c.padding.w != 0) {
@@ -659,6 +837,7 @@ struct ReductionPlan {
   int vector_width = 1;
   bool march = false;
   FlatPlan flat;
+  BankGradientPlan bank;
   int taps = 0;
   int step = 1;
   int threads = 128;
@@ -733,9 +912,9 @@ inline bool reads_channels_last(const Operand& operand, int64_t channels, int64_
   return operand.stride.c == 1 && channels > 1 && !(operand.stride.w == 1 && width > 1);
 }
 
-// Whether a one-pass kernel over these rows meets every grad_output element in the window of exactly one tile, so that
-// grad_bias can be summed on the way: no column is left out, no chain of `dilation` rows is empty, and the windows
-// reach from the first grad_output row to the last.
+// Whether a one-pass kernel over these rows meets every grad_output element in the window of exactly one tile, so
+// that grad_bias can be summed on the way: no column is left out, no chain of `dilation` rows is empty, and the
+// windows reach from the first grad_output row to the last.
 inline bool meets_all_grad_output(const Geometry& g) {
   return g.padding.w == 0 && g.W >= g.W_out && g.H >= g.dilation.h && g.padding.h <= g.dilation.h * (g.K - 1) &&
          g.H + g.padding.h >= g.H_out;
@@ -863,14 +1042,24 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
   const double a_channel = static_cast<double>(g.N) * std::max(g.H, g.H_out) * std::max(g.W, g.W_out);
   const double filters = static_cast<double>(g.C_out()) * (g.K + 1);
   const double an_image = static_cast<double>(g.C) * g.H * g.W;
-  plan.input_strided = want_input && g.stride.h > most_phases;
+  // The filter bank, where it takes the sums, leaves at most grad_input to the phases.
+  BankGradientPlan bank = plan_bank_gradient(a, multiprocessors);
+  if (want_input && !bank.with_input && g.multiplier == 1 && g.stride.h == 1) bank.use = false;
+  BackwardArguments rest = a;
+  if (bank.use) {
+    rest.grad_weight = {};
+    rest.grad_bias = {};
+    if (bank.with_input) rest.grad_input = {};
+  }
+  const bool input_left = rest.grad_input.data, weight_left = rest.grad_weight.data;
+  plan.input_strided = input_left && g.stride.h > most_phases;
   plan.plain = !fits_32_bits(as_convolution(as_forward)) || !fits_32_bits(grad_input_as_convolution(a)) ||
                a_channel >= index_limit || filters >= index_limit || (plan.input_strided && an_image >= index_limit);
-  bool bias_left = want_bias;
-  if (!plan.plain && g.stride.h <= most_phases && (want_input || want_weight)) {
+  bool bias_left = rest.grad_bias.data;
+  if (!plan.plain && g.stride.h <= most_phases && (input_left || weight_left)) {
     plan.phases.reserve(g.stride.h);
     for (int64_t row = 0; row < g.stride.h; ++row) {
-      plan.phases.push_back(plan_phase(a, make_phase(g, row), multiprocessors, capability));
+      plan.phases.push_back(plan_phase(rest, make_phase(g, row), multiprocessors, capability));
       PhasePlan& phase = plan.phases.back();
       if (phase.input && phase.input_plan.kernel == kernel_name::plain) plan.plain = true;
       phase.bias = phase.bias && bias_left;
@@ -893,7 +1082,26 @@ inline BackwardPlan plan_backward(const BackwardArguments& a, int multiprocessor
                          rows_aligned(a.grad_output, width, size) && rows_aligned(a.grad_input, width, size);
     plan.strided_vector_width = vectors ? width : 1;
   }
-  const int64_t taps_left = want_weight && plan.phases.empty() ? g.K : 0;
+  if (bank.use) {
+    plan.weight = true;
+    ReductionPlan& p = plan.weight_plan;
+    p.kernel = bank.with_input ? kernel_name::one_pass_bank : kernel_name::weight_gradient_bank;
+    p.reason = bank.with_input ? "one output row: one pass, filters by taps as a matrix product over the columns"
+                               : "one output row: filters by taps as a matrix product over the columns";
+    p.bank = bank;
+    p.vector_width = bank.vector_width;
+    p.threads = bank_gradient_threads;
+    p.tap_chunk = bank.tap_chunk;
+    p.tap_chunks = bank.tap_groups;
+    p.channel_groups = static_cast<int>(g.C * bank.filter_groups);
+    p.splits = bank.splits;
+    p.tiling.cols = bank.tile_cols;
+    p.tiling.tiles = bank.col_tiles;
+    p.tiling.lines = bank.tiles;
+    plan.workspace += partial_sums(g.C_out(), g.K, p);
+    return plan;
+  }
+  const int64_t taps_left = weight_left && plan.phases.empty() ? g.K : 0;
   plan.weight = taps_left > 0 || bias_left;
   if (plan.weight) {
     plan.weight_plan = plan_weight_gradient(a, taps_left, multiprocessors);

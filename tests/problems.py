@@ -384,6 +384,16 @@ GEOMETRIES: dict[str, Problem] = {
     "multiplier 2": Problem((2, 3, 9, 8), 3, 2, padding=(1, 0)),
     "multiplier 3, C 1": Problem((2, 1, 9, 8), 3, 3, padding=(1, 0)),
     "multiplier 8": Problem((2, 2, 9, 9), 5, 8, padding=(2, 0)),
+    "filter bank of 1": Problem((2, 3, 22, 100), 22),
+    "filter bank of 2": Problem((2, 3, 22, 226), 22, 2),
+    "filter bank of 32": Problem((2, 2, 22, 100), 22, 32),
+    "filter bank of 33, odd width": Problem((2, 2, 9, 129), 9, 33),
+    "filter bank of 8, 64 taps": Problem((1, 2, 64, 72), 64, 8),
+    "filter bank of 5, padded and dilated": Problem((2, 2, 13, 70), 5, 5, padding=(2, 0), dilation=(4, 1)),
+    "filter bank of 3, strided": Problem((2, 2, 10, 70), 9, 3, stride=(4, 2)),
+    "filter bank of 4, rows of padding alone": Problem((2, 1, 3, 130), 9, 4, padding=(3, 0)),
+    "filter bank of 3, few output rows": Problem((2, 3, 12, 66), 9, 3),
+    "few output rows": Problem((2, 3, 10, 68), 8, padding=(0, 1)),
     "unbatched": Problem((3, 9, 8), 3, padding=(1, 0)),
     "unbatched, multiplier 2": Problem((3, 9, 8), 4, 2, stride=(2, 1), padding=(1, 0)),
     "everything": Problem((2, 3, 17, 13), 5, 2, stride=(2, 3), padding=(3, 2), dilation=(2, 2)),
@@ -409,6 +419,11 @@ def random_problem(integer: Callable[[int, int], int], choose: Callable[[Sequenc
     padding = (choose([0, taps // 2, taps // 2, integer(0, taps + 3)]), choose([0, 0, 0, 1, 2, 5]))
     dilation = (choose([1, 1, 1, 2, 3, 4]), choose([1, 1, 2]))
     reach = dilation[0] * (taps - 1) + 1
+    multiplier = choose([1, 1, 1, 1, 2, 3, integer(2, 33)])
+    if multiplier > 3:
+        channels, rows = min(channels, 3), min(rows, 33)
+    if choose([False, False, False, True]):  # few output rows, mostly one
+        rows = max(1, reach - 2 * padding[0] + choose([0, 0, 0, 1, 2, 5]))
     if rows + 2 * padding[0] < reach:
         padding = (math.ceil((reach - rows) / 2), padding[1])
     size = (*batch, channels, rows, columns)
@@ -417,7 +432,7 @@ def random_problem(integer: Callable[[int, int], int], choose: Callable[[Sequenc
     return Problem(
         size,
         taps,
-        choose([1, 1, 1, 2, 3]),
+        multiplier,
         stride,
         padding,
         dilation,

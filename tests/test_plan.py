@@ -12,6 +12,7 @@ import pytest
 import depthconv
 from depthconv import _C
 
+DTYPES = ("float32", "float16", "bfloat16")
 SHAPES = json.loads((Path(depthconv.__file__).parent / "shapes.json").read_text())
 
 # Per line of the default grid, float32 on 132 multiprocessors: forward kernel and elements a load, backward kernels.
@@ -35,8 +36,8 @@ PINNED = [
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("rows", 1, ["one_pass_march", "one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_march", "reduce"]),
-    ("rows", 1, ["rows", "weight_gradient", "reduce"]),
-    ("rows", 4, ["rows", "weight_gradient", "reduce"]),
+    ("bank", 2, ["one_pass_bank", "reduce"]),
+    ("bank", 4, ["one_pass_bank", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_march", "reduce"]),
     ("rows", 1, ["one_pass_march", "one_pass_march", "reduce"]),
@@ -98,6 +99,69 @@ def test_channels_last() -> None:
     assert plan("forward", x, 8, padding=[3, 0], input_stride=stride)["kernel"] == "channels_last"
     kernels = plan("backward", x, 7, padding=[3, 0], input_stride=stride)["kernels"]
     assert [k["kernel"] for k in kernels] == ["one_pass_channels_last", "reduce"]
+
+
+def test_bank() -> None:
+    """Few output rows or more filters than taps; the widest pack that every row allows."""
+    for dtype, width, expected in [
+        ("float32", 1000, 4),
+        ("float32", 1126, 2),
+        ("float32", 1125, 1),
+        ("float16", 1000, 8),
+        ("bfloat16", 1004, 4),
+        ("bfloat16", 1126, 2),
+    ]:
+        for multiplier in (1, 2, 32):
+            found = plan("forward", [64, 8, 22, width], 22, multiplier=multiplier, dtype=dtype)
+            assert (found["kernel"], found["vector_width"]) == ("bank", min(expected, 4) if multiplier > 2 else expected)
+    assert plan("forward", [64, 8, 22, 1000], 22, dtype="float64")["kernel"] == "rows"
+    assert plan("forward", [64, 8, 22, 15], 22)["kernel"] != "bank"
+    assert plan("forward", [64, 8, 26, 1000], 22)["kernel"] != "bank"
+    assert plan("forward", [64, 8, 512, 1000], 3, multiplier=3)["kernel"] == "bank"
+    assert plan("forward", [64, 8, 512, 1000], 3, multiplier=2)["kernel"] != "bank"
+    small, large = (plan("forward", [n, 1, 64, 128], 64) for n in (1, 4096))
+    assert small["tap_splits"] > 1 and large["tap_splits"] == 1
+    channels_last = [8 * 22 * 1000, 1, 8 * 1000, 8]
+    assert plan("forward", [64, 8, 22, 1000], 22, multiplier=2, input_stride=channels_last)["kernel"] == "channels_last"
+
+
+@pytest.mark.parametrize(
+    "x, k, options, mask, expected",
+    [
+        ([64, 8, 22, 1126], 22, {"multiplier": 2}, (True, True, True), ["one_pass_bank", "reduce"]),
+        ([64, 8, 22, 1126], 22, {"multiplier": 2}, (True, False, False), ["bank"]),
+        ([64, 8, 22, 1126], 22, {"multiplier": 2}, (False, True, True), ["weight_gradient_bank", "reduce"]),
+        ([64, 8, 22, 1126], 22, {"multiplier": 2}, (False, False, True), ["weight_gradient", "reduce"]),
+        ([64, 8, 22, 1126], 22, {}, (True, True, True), ["one_pass_bank", "reduce"]),
+        ([64, 8, 64, 999], 64, {"multiplier": 32}, (True, True, True), ["one_pass_bank", "reduce"]),
+        ([64, 8, 22, 1126], 22, {"multiplier": 33}, (True, True, False), ["bank", "weight_gradient_bank", "reduce"]),
+        ([64, 8, 22, 63], 22, {"multiplier": 2}, (True, True, False), ["bank", "weight_gradient", "reduce"]),
+        (
+            [64, 8, 9, 999],
+            5,
+            {"multiplier": 2, "dilation": [2, 1]},
+            (True, True, False),
+            ["rows", "weight_gradient_bank", "reduce"],
+        ),
+    ],
+)
+def test_bank_backward(
+    x: list[int], k: int, options: dict[str, Any], mask: tuple[bool, bool, bool], expected: list[str]
+) -> None:
+    kernels = plan("backward", x, k, output_mask=list(mask), **options)["kernels"]
+    assert [kernel["kernel"] for kernel in kernels] == expected
+
+
+def test_bank_fits_every_architecture() -> None:
+    """At most 64 KB of shared memory a block, and no more blocks' partial sums than a few waves leave."""
+    for multiplier, taps, dtype in itertools.product((1, 2, 3, 16, 17, 32, 33), (1, 5, 22, 24, 36, 64), DTYPES):
+        x = [64, 8, taps, 1000]
+        (gradients, _) = plan(
+            "backward", x, taps, multiplier=multiplier, dtype=dtype, output_mask=[False, True, True]
+        )["kernels"]
+        assert gradients["kernel"] == "weight_gradient_bank"
+        assert gradients["shared_bytes"] <= 64 * 1024
+        assert gradients["blocks"] <= 8 * 132 * 8
 
 
 def test_masks() -> None:

@@ -145,6 +145,7 @@ LONG_SUMS: dict[str, Problem] = {
     "2^20, planes of 8": Problem((1 << 14, 2, 8, 8), 3, padding=(1, 0)),
     "2^20, one column": Problem((16, 2, 1 << 16, 1), 3, padding=(1, 0)),
     "2^20, one output row": Problem((64, 1, 4, 1 << 14), 4),
+    "2^20, filter bank": Problem((64, 1, 4, 1 << 14), 4, 3),
     "2^20, stride and multiplier": Problem((16, 1, 512, 256), 3, 2, stride=(2, 1), padding=(1, 0)),
     "2^22": Problem((4, 1, 1024, 1024), 3, padding=(1, 0)),
     "2^20, K 21": Problem((4, 1, 512, 512), 21, padding=(10, 0)),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward.cuh"
+#include "bank_backward.cuh"
 #include "flat.cuh"
 #include "launch_forward.cuh"
 #include "march_backward.cuh"
@@ -170,6 +171,15 @@ const char* launch_strided_input_gradient(const BackwardArguments& a, int width,
   return nullptr;
 }
 
+template <typename T>
+const char* launch_bank(const BackwardArguments& a, const BankGradientPlan& plan, double* workspace,
+                        cudaStream_t stream) {
+  if constexpr (sizeof(T) == 8)
+    return "depthconv: the plan names a kernel that was not compiled";
+  else
+    return launch_bank_gradient<T>(a, plan, workspace, stream);
+}
+
 // Follows the plan. `workspace` has plan.workspace doubles. Returns null or the error's text.
 template <typename T>
 const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan, double* workspace,
@@ -200,9 +210,11 @@ const char* launch_backward(const BackwardArguments& a, const BackwardPlan& plan
   if (plan.weight) {
     const ReductionPlan& r = plan.weight_plan;
     const bool with_bias = a.grad_bias.data && !sums.bias.data;
-    if (const char* error = launch_weight_gradient<T>(a, r, with_bias, workspace, stream)) return error;
+    const char* error = r.bank.use ? launch_bank<T>(a, r.bank, workspace, stream)
+                                   : launch_weight_gradient<T>(a, r, with_bias, workspace, stream);
+    if (error) return error;
     const Partials left{workspace, static_cast<int>(g.K), r.splits};
-    if (plan.phases.empty()) sums.weight[0] = left;
+    if (r.bank.use || plan.phases.empty()) sums.weight[0] = left, sums.tap_step = 1;
     if (with_bias) sums.bias = left;
   }
   return a.grad_weight.data || a.grad_bias.data ? launch_reduce<T>(a, sums, stream) : nullptr;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "band.cuh"
+#include "bank.cuh"
 #include "flat.cuh"
 #include "forward.cuh"
 #include "march_forward.cuh"
@@ -35,8 +36,10 @@ ForwardKernel pick_forward(const ForwardPlan& plan) {
 // Follows the plan, plan.images of the batch a launch. Returns null or the error's text.
 template <typename T>
 const char* launch_forward(const Convolution& c, const ForwardPlan& plan, cudaStream_t stream) {
-  if constexpr (sizeof(T) < 8)
+  if constexpr (sizeof(T) < 8) {
+    if (plan.bank.use) return launch_bank<T>(c, plan, stream);
     if (plan.flat.use) return launch_flat_forward<T>(c, plan.flat, stream);
+  }
   if constexpr (sizeof(T) == 2)
     if (plan.band_steps) return launch_band<T>(c, plan, stream);
   for (int64_t n = 0; n < c.N; n += plan.images) {
