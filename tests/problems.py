@@ -422,7 +422,10 @@ def random_problem(integer: Callable[[int, int], int], choose: Callable[[Sequenc
     multiplier = choose([1, 1, 1, 1, 2, 3, integer(2, 33)])
     if multiplier > 3:
         channels, rows = min(channels, 3), min(rows, 33)
-    if choose([False, False, False, True]):  # few output rows, mostly one
+    few = choose(["", "", "", "", "rows", "bank"])
+    if few == "bank":  # a filter bank: one output row, wide, untouched along the width
+        columns, stride, padding = integer(64, 300), (stride[0], 1), (choose([0, padding[0]]), 0)
+    if few:
         rows = max(1, reach - 2 * padding[0] + choose([0, 0, 0, 1, 2, 5]))
     if rows + 2 * padding[0] < reach:
         padding = (math.ceil((reach - rows) / 2), padding[1])
