@@ -81,13 +81,19 @@ void forward(const ForwardArguments& arguments) {
   const int64_t task_filters = job.filters_together ? g.multiplier : 1;
   const int64_t planes = job.channels_last ? g.N : g.N * filters / task_filters;
   const int64_t row_work = job.W * g.K * (job.channels_last ? g.C : task_filters);
-  const int64_t parts = std::min(quotient_up(wanted_tasks, planes), g.H_out * row_work / task_work);
+  const Kernels& set = kernels();
+  const int64_t size = quotient_up((g.H + 2 * job.padding) * job.W, most_lanes) * most_lanes + 8 * most_lanes;
+  if (job.flat && !job.channels_last && !job.filters_together && size * sum_size(dtype) <= (24 << 10) &&
+      all_finite(dtype, sums.get(), taps_size)) {
+    job.padded_size = size;
+    job.padded_planes = std::clamp<int64_t>((16 << 10) / (size * sum_size(dtype)), 1, most_padded_planes);
+  }
+  const int64_t parts = job.padded_planes ? 1 : std::min(quotient_up(wanted_tasks, planes), g.H_out * row_work / task_work);
   job.row_chunk = quotient_up(g.H_out, std::max<int64_t>(parts, 1));
   job.row_chunks = quotient_up(g.H_out, job.row_chunk);
-  const Kernels& set = kernels();
   const auto run = set.forward[static_cast<int>(dtype)];
   parallel_with_scratch(planes * job.row_chunks, task_work / std::max<int64_t>(job.row_chunk * row_work, 1),
-                        job.channels_last ? 0 : task_filters * (g.K + 1) * set.vector_bytes,
+                        job.padded_planes ? job.padded_planes * size * sum_size(dtype) : job.channels_last ? 0 : task_filters * (g.K + 1) * set.vector_bytes,
                         [&](int64_t begin, int64_t end, char* scratch) { run(job, begin, end, scratch); });
   if (output_copy) copy(wanted, job.output, out, dtype);
 }

@@ -301,9 +301,73 @@ void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, ch
   }
 }
 
+// Planes in buffers between rows of zeros: every output is inside, whatever its row, and a plane is one run of vectors,
+// whatever its width. Up to eight of them are summed in registers over all taps that reach them; of a few planes at a
+// time, so that a run's taps are found once and loads from a buffer come long after the stores to it.
+template <int vectors, typename T>
+DEPTHCONV_INLINE void convolve_padded(const Sum<T>* input, int64_t tap_step, const Sum<T>* weight, int64_t taps,
+                                      Sum<T> bias, T* output, int64_t left) {
+  constexpr int step = lanes_of<T>;
+  Vec<T> sum[vectors];
+  DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) sum[v] = splat<T>(bias);
+  for (int64_t k = 0; k < taps; ++k, input += tap_step) {
+    const Vec<T> tap = splat<T>(weight[k]);
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) sum[v] = tap * load_bits<Vec<T>>(input + v * step) + sum[v];
+  }
+  DEPTHCONV_UNROLL for (int v = 0; v < vectors - 1; ++v) store<true>(output + v * step, sum[v]);
+  constexpr int last = (vectors - 1) * step;
+  if (left >= last + step) store<true>(output + last, sum[vectors - 1]);
+  else store<false>(output + last, sum[vectors - 1], static_cast<int>(left - last));
+}
+
+template <typename T>
+void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
+  constexpr int step = lanes_of<T>;
+  const int64_t planes = job.C * job.multiplier, elements = job.H * job.W, outputs = job.H_out * job.W;
+  const int64_t above = job.padding * job.W, tap_step = job.dilation * job.W;
+  Sum<T>* buffers = reinterpret_cast<Sum<T>*>(scratch);
+  for (int64_t i = 0; i < job.padded_planes * job.padded_size; ++i) buffers[i] = 0;
+  const Sum<T>* weight[most_padded_planes];
+  Sum<T> bias[most_padded_planes];
+  T* output[most_padded_planes];
+  for (int64_t first = begin; first < end; first += job.padded_planes) {
+    const int64_t count = least(job.padded_planes, end - first);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t n = (first + i) / planes, co = first + i - n * planes;
+      const T* from = static_cast<const T*>(job.input.data) + n * job.input.stride.n +
+                      quotient(co, job.multiplier) * job.input.stride.c;
+      Sum<T>* to = buffers + i * job.padded_size + above;
+      int64_t at = 0;
+      for (; at + step <= elements; at += step) store_bits(to + at, load<true>(from + at));
+      if (at < elements) store_bits(to + at, load<false>(from + at, static_cast<int>(elements - at)));
+      weight[i] = static_cast<const Sum<T>*>(job.weight) + co * job.K;
+      bias[i] = static_cast<const Sum<T>*>(job.bias)[co];
+      output[i] = static_cast<T*>(job.output.data) + n * job.output.stride.n + co * job.output.stride.c;
+    }
+    for (int64_t at = 0; at < outputs;) {
+      const int64_t left = outputs - at;
+      const int vectors = left > 7 * step ? 8 : left > 3 * step ? 4 : left > step ? 2 : 1;
+      // Taps before and after these meet zeros alone.
+      const int64_t to = at + vectors * step;
+      const int64_t tap = to > above ? 0 : least(ceil_of(above - to + 1, tap_step), job.K);
+      const int64_t taps = clamp(ceil_of(greatest(above + elements - at, 0), tap_step), tap, job.K) - tap;
+      for (int64_t i = 0; i < count; ++i) {
+        const Sum<T>* from = buffers + i * job.padded_size + at + tap * tap_step;
+        if (vectors == 8) convolve_padded<8>(from, tap_step, weight[i] + tap, taps, bias[i], output[i] + at, left);
+        else if (vectors == 4) convolve_padded<4>(from, tap_step, weight[i] + tap, taps, bias[i], output[i] + at, left);
+        else if (vectors == 2) convolve_padded<2>(from, tap_step, weight[i] + tap, taps, bias[i], output[i] + at, left);
+        else convolve_padded<1>(from, tap_step, weight[i] + tap, taps, bias[i], output[i] + at, left);
+      }
+      at = to;
+    }
+  }
+}
+
 template <typename T>
 void forward_any(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
-  job.channels_last ? forward_channels_last<T>(job, begin, end, scratch) : forward_rows<T>(job, begin, end, scratch);
+  if (job.channels_last) forward_channels_last<T>(job, begin, end, scratch);
+  else if (job.padded_planes) forward_padded<T>(job, begin, end, scratch);
+  else forward_rows<T>(job, begin, end, scratch);
 }
 
 // ---------------------------------------------------------------- backward

@@ -23,6 +23,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+constexpr int64_t most_padded_planes = 16;
 constexpr int64_t most_lanes = 16;  // of any instruction set here: channel counts are padded to it
 
 // Rows of taps along the height and the split of the work; the split depends on sizes only, never on threads.
@@ -46,6 +47,8 @@ struct Job {
 struct ForwardJob : Job {
   Operand input, output;
   bool filters_together = false;  // a task makes all planes of a channel
+  int64_t padded_planes = 0;      // above 0: so many at a time are copied between rows of zeros
+  int64_t padded_size = 0;        // sums that each takes
   const void* weight = nullptr;
   const void* bias = nullptr;
 };
