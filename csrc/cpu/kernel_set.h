@@ -320,20 +320,60 @@ DEPTHCONV_INLINE void convolve_padded(const Sum<T>* input, int64_t tap_step, con
   else store<false>(output + last, sum[vectors - 1], static_cast<int>(left - last));
 }
 
+// One vector of each of `rows` runs that lie `apart` rows from one another: what one loads the next uses `apart` taps
+// later, and so do the weights, which move through registers. Step j loads row j; only rows of [begin, end) are not
+// zero. Runs that begin at or after `left` are not stored.
+template <int rows, int apart, typename T>
+DEPTHCONV_INLINE void convolve_padded_rows(const Sum<T>* input, int64_t W, int64_t begin, int64_t end,
+                                           const Sum<T>* weight, int64_t taps, Sum<T> bias, T* output, int64_t left) {
+  constexpr int step = lanes_of<T>, others = (rows - 1) * apart;
+  Vec<T> sum[rows], tap[others + 1];
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) sum[r] = splat<T>(bias);
+  const int64_t first = greatest(begin, others), last = least(end, taps);
+  DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, input += W) {
+    tap[others - 1 - t] = splat<T>(weight[first - others + t]);
+    if (t < begin) continue;
+    const Vec<T> x = load_bits<Vec<T>>(input);
+    DEPTHCONV_UNROLL for (int r = 0; r * apart <= t; ++r) sum[r] = tap[others - 1 - t + r * apart] * x + sum[r];
+  }
+  input += (first - others) * W;
+  for (int64_t k = first; k < last; ++k, input += W) {
+    DEPTHCONV_UNROLL for (int t = others; t > 0; --t) tap[t] = tap[t - 1];
+    tap[0] = splat<T>(weight[k]);
+    const Vec<T> x = load_bits<Vec<T>>(input);
+    DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) sum[r] = tap[r * apart] * x + sum[r];
+  }
+  DEPTHCONV_UNROLL for (int t = 1; t <= others; ++t, input += W) {
+    if (taps - 1 + t >= end) break;
+    const Vec<T> x = load_bits<Vec<T>>(input);
+    DEPTHCONV_UNROLL for (int r = (t + apart - 1) / apart; r < rows; ++r)
+      sum[r] = tap[r * apart - t] * x + sum[r];
+  }
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
+    const int64_t at = r * apart * W;
+    if (at + step <= left) store<true>(output + at, sum[r]);
+    else if (at < left) store<false>(output + at, sum[r], static_cast<int>(left - at));
+  }
+}
+
 template <typename T>
 void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
   constexpr int step = lanes_of<T>;
   const int64_t planes = job.C * job.multiplier, elements = job.H * job.W, outputs = job.H_out * job.W;
   const int64_t above = job.padding * job.W, tap_step = job.dilation * job.W;
   Sum<T>* buffers = reinterpret_cast<Sum<T>*>(scratch);
+  const int64_t apart = job.W * 2 <= step ? 2 : 1;
+  const int64_t tile_vectors = ceil_of(job.H_out, apart == 1 ? 7 : 8) * (apart == 1 ? 7 : 4) * ceil_of(apart * job.W, step);
+  const bool tiles = job.dilation == 1 && job.K >= 7 && tile_vectors * 2 < ceil_of(outputs, step) * 3;
   for (int64_t i = 0; i < job.padded_planes * job.padded_size; ++i) buffers[i] = 0;
   const Sum<T>* weight[most_padded_planes];
   Sum<T> bias[most_padded_planes];
   T* output[most_padded_planes];
+  int64_t n = begin / planes, co = begin % planes;
   for (int64_t first = begin; first < end; first += job.padded_planes) {
     const int64_t count = least(job.padded_planes, end - first);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t n = (first + i) / planes, co = first + i - n * planes;
+    for (int64_t i = 0; i < count; ++i, ++co) {
+      if (co == planes) ++n, co = 0;
       const T* from = static_cast<const T*>(job.input.data) + n * job.input.stride.n +
                       quotient(co, job.multiplier) * job.input.stride.c;
       Sum<T>* to = buffers + i * job.padded_size + above;
@@ -344,7 +384,19 @@ void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scr
       bias[i] = static_cast<const Sum<T>*>(job.bias)[co];
       output[i] = static_cast<T*>(job.output.data) + n * job.output.stride.n + co * job.output.stride.c;
     }
-    for (int64_t at = 0; at < outputs;) {
+    const int64_t most = apart == 1 ? 7 : 8;  // rows of a tile
+    for (int64_t h = 0; tiles && h < job.H_out; h += most)
+      for (int64_t column = 0; column < apart * job.W; column += step) {
+        const int64_t row = clamp(job.H_out - most, 0, h), at = row * job.W + column;
+        const int64_t top = greatest(job.padding - row - (apart - 1) - (column > 0), 0);
+        const int64_t bottom = job.padding + job.H - row;
+        for (int64_t i = 0; i < count; ++i) {
+          const Sum<T>* from = buffers + i * job.padded_size + at;
+          if (apart == 1) convolve_padded_rows<7, 1>(from, job.W, top, bottom, weight[i], job.K, bias[i], output[i] + at, outputs - at);
+          else convolve_padded_rows<4, 2>(from, job.W, top, bottom, weight[i], job.K, bias[i], output[i] + at, outputs - at);
+        }
+      }
+    for (int64_t at = 0; at < outputs && !tiles;) {
       const int64_t left = outputs - at;
       const int vectors = left > 7 * step ? 8 : left > 3 * step ? 4 : left > step ? 2 : 1;
       // Taps before and after these meet zeros alone.
