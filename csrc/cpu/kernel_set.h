@@ -366,6 +366,7 @@ void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scr
   const int64_t tile_vectors = ceil_of(job.H_out, apart == 1 ? 7 : 8) * (apart == 1 ? 7 : 4) * ceil_of(apart * job.W, step);
   const bool tiles = job.dilation == 1 && job.K >= 7 && tile_vectors * 2 < ceil_of(outputs, step) * 3;
   for (int64_t i = 0; i < job.padded_planes * job.padded_size; ++i) buffers[i] = 0;
+  buffers += -above & (step - 1);  // so that the planes themselves are aligned
   const Sum<T>* weight[most_padded_planes];
   Sum<T> bias[most_padded_planes];
   T* output[most_padded_planes];
