@@ -12,16 +12,16 @@ void fill_padding(const ForwardArguments& arguments, const Columns& columns, con
   const Strides stride = arguments.output.stride;
   parallel(g.N * g.C_out(), task_work / std::max<int64_t>(g.H_out * (g.W_out - columns.count()), 1),
            [&](int64_t first, int64_t last) {
-    for (int64_t plane = first; plane < last; ++plane) {
-      const int64_t n = plane / g.C_out(), co = plane % g.C_out();
-      Unit* out = static_cast<Unit*>(arguments.output.data) + n * stride.n + co * stride.c;
-      for (int64_t h = 0; h < g.H_out; ++h)
-        for (int64_t w = 0; w < g.W_out; ++w) {
-          if (w == columns.begin && columns.count() > 0) w = columns.end;
-          if (w < g.W_out) out[h * stride.h + w * stride.w] = bias ? bias[co * arguments.bias.step] : Unit(0);
-        }
-    }
-  });
+             for (int64_t plane = first; plane < last; ++plane) {
+               const int64_t n = plane / g.C_out(), co = plane % g.C_out();
+               Unit* out = static_cast<Unit*>(arguments.output.data) + n * stride.n + co * stride.c;
+               for (int64_t h = 0; h < g.H_out; ++h)
+                 for (int64_t w = 0; w < g.W_out; ++w) {
+                   if (w == columns.begin && columns.count() > 0) w = columns.end;
+                   if (w < g.W_out) out[h * stride.h + w * stride.w] = bias ? bias[co * arguments.bias.step] : Unit(0);
+                 }
+             }
+           });
 }
 
 }  // namespace
@@ -66,8 +66,8 @@ void forward(const ForwardArguments& arguments) {
     output_copy.reset(new char[out.N * out.C * out.H * out.W * element_size(dtype)]);
     job.output = dense(output_copy.get(), out, false);
   }
-  job.flat = job.stride == 1 && (job.input.stride.h == job.W || g.H == 1) &&
-             (job.output.stride.h == job.W || g.H_out == 1);
+  job.flat =
+      job.stride == 1 && (job.input.stride.h == job.W || g.H == 1) && (job.output.stride.h == job.W || g.H_out == 1);
 
   const int64_t filters = g.C_out();
   if (job.channels_last && job.input.stride.w == g.C && job.output.stride.w == g.C)
@@ -88,18 +88,24 @@ void forward(const ForwardArguments& arguments) {
   const int64_t planes = job.channels_last ? g.N : g.N * filters / task_filters;
   const int64_t row_work = job.W * job.K * (job.channels_last ? g.C : task_filters);
   const Kernels& set = kernels();
-  const int64_t size = quotient_up((std::max(job.H_out + (job.K - 1) * job.dilation, g.H + job.padding) + 8) * job.W, most_lanes) * most_lanes + 8 * most_lanes;
-  if (job.flat && job.padding >= 0 && !job.channels_last && !job.filters_together && size * sum_size(dtype) <= (24 << 10) &&
-      all_finite(dtype, sums.get(), taps_size)) {
+  const int64_t size =
+      quotient_up((std::max(job.H_out + (job.K - 1) * job.dilation, g.H + job.padding) + 8) * job.W, most_lanes) *
+          most_lanes +
+      8 * most_lanes;
+  if (job.flat && job.padding >= 0 && !job.channels_last && !job.filters_together &&
+      size * sum_size(dtype) <= (24 << 10) && all_finite(dtype, sums.get(), taps_size)) {
     job.padded_size = size;
     job.padded_planes = std::clamp<int64_t>((16 << 10) / (size * sum_size(dtype)), 1, most_padded_planes);
   }
-  const int64_t parts = job.padded_planes ? 1 : std::min(quotient_up(wanted_tasks, planes), g.H_out * row_work / task_work);
+  const int64_t parts =
+      job.padded_planes ? 1 : std::min(quotient_up(wanted_tasks, planes), g.H_out * row_work / task_work);
   job.row_chunk = quotient_up(g.H_out, std::max<int64_t>(parts, 1));
   job.row_chunks = quotient_up(g.H_out, job.row_chunk);
   const auto run = set.forward[static_cast<int>(dtype)];
   parallel_with_scratch(planes * job.row_chunks, task_work / std::max<int64_t>(job.row_chunk * row_work, 1),
-                        job.padded_planes ? job.padded_planes * size * sum_size(dtype) : job.channels_last ? 0 : task_filters * (job.K + 1) * set.vector_bytes,
+                        job.padded_planes   ? job.padded_planes * size * sum_size(dtype)
+                        : job.channels_last ? 0
+                                            : task_filters * (job.K + 1) * set.vector_bytes,
                         [&](int64_t begin, int64_t end, char* scratch) { run(job, begin, end, scratch); });
   if (output_copy) copy(wanted, job.output, out, dtype);
 }

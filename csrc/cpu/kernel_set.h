@@ -23,7 +23,7 @@ DEPTHCONV_INLINE int64_t clamp(int64_t a, int64_t low, int64_t high) { return gr
 DEPTHCONV_INLINE int64_t quotient(int64_t a, int64_t b) { return b == 1 ? a : a / b; }
 DEPTHCONV_INLINE int64_t remainder(int64_t a, int64_t b) { return b == 1 ? 0 : a % b; }
 DEPTHCONV_INLINE int64_t ceil_of(int64_t a, int64_t b) { return b == 1 ? a : (a + b - 1) / b; }  // a >= 0
-DEPTHCONV_INLINE int64_t floor_of(int64_t a, int64_t b) {  // b > 0
+DEPTHCONV_INLINE int64_t floor_of(int64_t a, int64_t b) {                                        // b > 0
   return b == 1 ? a : a >= 0 ? a / b : -((b - 1 - a) / b);
 }
 
@@ -110,11 +110,11 @@ struct Convolution {
   int64_t taps, begin, end;  // steps as in Window
   int64_t input_step;        // between steps
   const Sum<T>* weight;
-  int64_t weight_step;       // between taps
-  const Sum<T>* bias;        // a vector
-  int64_t output_step;       // between the rows of the tile
+  int64_t weight_step;                 // between taps
+  const Sum<T>* bias;                  // a vector
+  int64_t output_step;                 // between the rows of the tile
   int64_t filter_weight, filter_bias;  // between the filters of the tile
-  int stored;                // rows of the tile that exist; the others are computed from the same input and dropped
+  int stored;  // rows of the tile that exist; the others are computed from the same input and dropped
 };
 
 enum class Tile { rows, filters };
@@ -126,11 +126,10 @@ DEPTHCONV_INLINE void convolve_step(Vec<T> (&sum)[rows][vectors], const T* input
   constexpr int step = lanes_of<T>;
   Vec<T> x[vectors];
   DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) x[v] = load<full>(input + v * step, lanes);
-  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
-    if (r >= first && r < last) {
-      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
-        sum[r][v] = load_bits<Vec<T>>(tap + r * tap_row + (shared ? 0 : v * step)) * x[v] + sum[r][v];
-    }
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) if (r >= first && r < last) {
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) sum[r][v] =
+        load_bits<Vec<T>>(tap + r * tap_row + (shared ? 0 : v * step)) * x[v] + sum[r][v];
+  }
 }
 
 // `rows` by `vectors` outputs. With `shared` weights and bias all vectors use the same, else each its own.
@@ -139,20 +138,18 @@ DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t 
   constexpr int step = lanes_of<T>, others = tile == Tile::rows ? rows - 1 : 0;
   const int64_t tap_step = c.weight_step, tap_row = tile == Tile::rows ? -c.weight_step : c.filter_weight;
   Vec<T> sum[rows][vectors];
-  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
-    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
-      sum[r][v] = load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : v * step) +
-                                    (tile == Tile::rows ? 0 : r * c.filter_bias));
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) sum[r][v] =
+      load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : v * step) + (tile == Tile::rows ? 0 : r * c.filter_bias));
   const Sum<T>* tap = c.weight + channel + c.begin * tap_step;
   input += c.begin * c.input_step;
   int64_t j = c.begin;
   if (c.begin == 0 && c.end == c.taps + others) {  // nothing cut off: the first and last steps are triangles
     DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, ++j, input += c.input_step, tap += tap_step)
-      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, t + 1, lanes);
+        convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, t + 1, lanes);
     for (; j < c.taps; ++j, input += c.input_step, tap += tap_step)
       convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, rows, lanes);
     DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, input += c.input_step, tap += tap_step)
-      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, t + 1, rows, lanes);
+        convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, t + 1, rows, lanes);
   } else {
     const int64_t inner_begin = clamp(others, c.begin, c.end), inner_end = clamp(c.taps, inner_begin, c.end);
     while (j < c.end) {
@@ -165,11 +162,10 @@ DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t 
       ++j, input += c.input_step, tap += tap_step;
     }
   }
-  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
-    if (rows < 4 || r < c.stored) {
-      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) if (rows < 4 || r < c.stored) {
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
         store<full>(output + r * c.output_step + v * step, sum[r][v], lanes);
-    }
+  }
 }
 
 // A tile over n neighbouring elements.
@@ -191,9 +187,12 @@ void convolve_run(const Convolution<T>& c, const T* input, T* output, int64_t n)
 
 template <Tile tile, bool shared, typename T>
 DEPTHCONV_INLINE void convolve_rows(int rows, const Convolution<T>& c, const T* input, T* output, int64_t n) {
-  if (rows == 4) convolve_run<tile, 4, shared>(c, input, output, n);
-  else if (rows == 2) convolve_run<tile, 2, shared>(c, input, output, n);
-  else convolve_run<Tile::rows, 1, shared>(c, input, output, n);
+  if (rows == 4)
+    convolve_run<tile, 4, shared>(c, input, output, n);
+  else if (rows == 2)
+    convolve_run<tile, 2, shared>(c, input, output, n);
+  else
+    convolve_run<Tile::rows, 1, shared>(c, input, output, n);
 }
 
 // Output rows [row_begin, row_end) in tiles. input and output are the plane's (rows) or the image's (channels_last);
@@ -213,7 +212,7 @@ void forward_tiles(const ForwardJob& job, Convolution<T> c, const T* input, T* o
         c.end = window.end;
         for (int64_t group = 0; group < groups; ++group)
           convolve_rows<Tile::rows, shared>(rows, c, input + window.top * job.input.stride.h + group * input_group,
-                                output + h * job.output.stride.h + group * output_group, n);
+                                            output + h * job.output.stride.h + group * output_group, n);
         left -= rows;
         h += rows * apart;
       }
@@ -261,11 +260,10 @@ void forward_rows(const ForwardJob& job, int64_t begin, int64_t end, char* scrat
     T* output = static_cast<T*>(job.output.data) + n * out.n + co * out.c;
     splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + co * job.K, together_filters * job.K, taps);
     splat_weights<T>(static_cast<const Sum<T>*>(job.bias) + co, together_filters, bias);
-    const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, taps, lanes, bias, job.dilation * out.h,
+    const Convolution<T> c{job.K,         0,     job.K,    job.dilation * in.h, taps, lanes, bias, job.dilation * out.h,
                            job.K * lanes, lanes, most_rows};
     if (together) {
-      const Inner inner = inner_rows(row_begin, row_end, job.padding,
-                                     job.H + job.padding - (job.K - 1) * job.dilation);
+      const Inner inner = inner_rows(row_begin, row_end, job.padding, job.H + job.padding - (job.K - 1) * job.dilation);
       forward_tiles<true>(job, c, input, output, row_begin, inner.begin, job.W, 1, 0, 0);
       if (inner.begin < inner.end)
         convolve_run<Tile::rows, 1, true>(c, input + (inner.begin - job.padding) * in.h, output + inner.begin * out.h,
@@ -275,8 +273,10 @@ void forward_rows(const ForwardJob& job, int64_t begin, int64_t end, char* scrat
     }
     for (int64_t column = 0; column < job.W; column += block) {
       const int64_t width = least(block, job.W - column);
-      if (job.filters_together) forward_filters(job, c, input + column, output + column, row_begin, row_end, width);
-      else forward_tiles<true>(job, c, input + column, output + column, row_begin, row_end, width, 1, 0, 0);
+      if (job.filters_together)
+        forward_filters(job, c, input + column, output + column, row_begin, row_end, width);
+      else
+        forward_tiles<true>(job, c, input + column, output + column, row_begin, row_end, width, 1, 0, 0);
     }
   }
 }
@@ -284,8 +284,16 @@ void forward_rows(const ForwardJob& job, int64_t begin, int64_t end, char* scrat
 template <typename T>
 void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, char*) {
   const Strides in = job.input.stride, out = job.output.stride;
-  const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, static_cast<const Sum<T>*>(job.weight),
-                         job.padded_channels, static_cast<const Sum<T>*>(job.bias), job.dilation * out.h, 0, 0,
+  const Convolution<T> c{job.K,
+                         0,
+                         job.K,
+                         job.dilation * in.h,
+                         static_cast<const Sum<T>*>(job.weight),
+                         job.padded_channels,
+                         static_cast<const Sum<T>*>(job.bias),
+                         job.dilation * out.h,
+                         0,
+                         0,
                          most_rows};
   const int64_t merged = job.merged_pixels, groups = job.W / merged, rest = job.W % merged, past = groups * merged;
   for (int64_t task = begin; task < end; ++task) {
@@ -299,6 +307,19 @@ void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, ch
       forward_tiles<false>(job, c, input + past * in.w, output + past * out.w, row_begin, row_end, rest * job.C, 1, 0,
                            0);
   }
+}
+
+// Widens n elements, zeros after them. What is returned is NaN in some lane if any element is infinite or NaN.
+template <typename T>
+DEPTHCONV_INLINE Vec<T> widen_run(const T* from, int64_t n, Sum<T>* to) {
+  constexpr int step = lanes_of<T>;
+  Vec<T> zero = {};
+  for (int64_t at = 0; at < n; at += step) {
+    const Vec<T> value = at + step <= n ? load<true>(from + at) : load<false>(from + at, static_cast<int>(n - at));
+    if (to) store_bits(to + at, value);
+    zero += value * 0;
+  }
+  return zero;
 }
 
 // Planes in buffers between rows of zeros: every output is inside, whatever its row, and a plane is one run of vectors,
@@ -316,8 +337,10 @@ DEPTHCONV_INLINE void convolve_padded(const Sum<T>* input, int64_t tap_step, con
   }
   DEPTHCONV_UNROLL for (int v = 0; v < vectors - 1; ++v) store<true>(output + v * step, sum[v]);
   constexpr int last = (vectors - 1) * step;
-  if (left >= last + step) store<true>(output + last, sum[vectors - 1]);
-  else store<false>(output + last, sum[vectors - 1], static_cast<int>(left - last));
+  if (left >= last + step)
+    store<true>(output + last, sum[vectors - 1]);
+  else
+    store<false>(output + last, sum[vectors - 1], static_cast<int>(left - last));
 }
 
 // One vector of each of `rows` runs that lie `apart` rows from one another: what one loads the next uses `apart` taps
@@ -329,7 +352,7 @@ DEPTHCONV_INLINE void convolve_padded_rows(const Sum<T>* input, int64_t W, int64
   constexpr int step = lanes_of<T>, others = (rows - 1) * apart;
   Vec<T> sum[rows], tap[others + 1];
   DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) sum[r] = splat<T>(bias);
-  const int64_t first = greatest(begin, others), last = least(end, taps);
+  const int64_t first = clamp(begin, others, taps), last = least(end, taps);
   DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, input += W) {
     tap[others - 1 - t] = splat<T>(weight[first - others + t]);
     if (t < begin) continue;
@@ -346,14 +369,26 @@ DEPTHCONV_INLINE void convolve_padded_rows(const Sum<T>* input, int64_t W, int64
   DEPTHCONV_UNROLL for (int t = 1; t <= others; ++t, input += W) {
     if (taps - 1 + t >= end) break;
     const Vec<T> x = load_bits<Vec<T>>(input);
-    DEPTHCONV_UNROLL for (int r = (t + apart - 1) / apart; r < rows; ++r)
-      sum[r] = tap[r * apart - t] * x + sum[r];
+    DEPTHCONV_UNROLL for (int r = (t + apart - 1) / apart; r < rows; ++r) sum[r] = tap[r * apart - t] * x + sum[r];
   }
   DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
     const int64_t at = r * apart * W;
-    if (at + step <= left) store<true>(output + at, sum[r]);
-    else if (at < left) store<false>(output + at, sum[r], static_cast<int>(left - at));
+    if (at + step <= left)
+      store<true>(output + at, sum[r]);
+    else if (at < left)
+      store<false>(output + at, sum[r], static_cast<int>(left - at));
   }
+}
+
+// Taps through which the run [begin, end) of a plane meets the `elements` that lie behind `above` zeros; others meet
+// zeros alone.
+struct TapRange {
+  int64_t begin, end;
+};
+DEPTHCONV_INLINE TapRange taps_of_run(const Job& job, int64_t above, int64_t elements, int64_t begin, int64_t end) {
+  const int64_t step = job.dilation * job.W;
+  const int64_t first = end > above ? 0 : least(ceil_of(above - end + 1, step), job.K);
+  return {first, clamp(ceil_of(greatest(above + elements - begin, 0), step), first, job.K)};
 }
 
 template <typename T>
@@ -363,7 +398,8 @@ void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scr
   const int64_t above = job.padding * job.W, tap_step = job.dilation * job.W;
   Sum<T>* buffers = reinterpret_cast<Sum<T>*>(scratch);
   const int64_t apart = job.W * 2 <= step ? 2 : 1;
-  const int64_t tile_vectors = ceil_of(job.H_out, apart == 1 ? 7 : 8) * (apart == 1 ? 7 : 4) * ceil_of(apart * job.W, step);
+  const int64_t tile_vectors =
+      ceil_of(job.H_out, apart == 1 ? 7 : 8) * (apart == 1 ? 7 : 4) * ceil_of(apart * job.W, step);
   const bool tiles = job.dilation == 1 && job.K >= 7 && tile_vectors * 2 < ceil_of(outputs, step) * 3;
   for (int64_t i = 0; i < job.padded_planes * job.padded_size; ++i) buffers[i] = 0;
   buffers += -above & (step - 1);  // so that the planes themselves are aligned
@@ -377,10 +413,7 @@ void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scr
       if (co == planes) ++n, co = 0;
       const T* from = static_cast<const T*>(job.input.data) + n * job.input.stride.n +
                       quotient(co, job.multiplier) * job.input.stride.c;
-      Sum<T>* to = buffers + i * job.padded_size + above;
-      int64_t at = 0;
-      for (; at + step <= elements; at += step) store_bits(to + at, load<true>(from + at));
-      if (at < elements) store_bits(to + at, load<false>(from + at, static_cast<int>(elements - at)));
+      widen_run(from, elements, buffers + i * job.padded_size + above);
       weight[i] = static_cast<const Sum<T>*>(job.weight) + co * job.K;
       bias[i] = static_cast<const Sum<T>*>(job.bias)[co];
       output[i] = static_cast<T*>(job.output.data) + n * job.output.stride.n + co * job.output.stride.c;
@@ -393,34 +426,43 @@ void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scr
         const int64_t bottom = job.padding + job.H - row;
         for (int64_t i = 0; i < count; ++i) {
           const Sum<T>* from = buffers + i * job.padded_size + at;
-          if (apart == 1) convolve_padded_rows<7, 1>(from, job.W, top, bottom, weight[i], job.K, bias[i], output[i] + at, outputs - at);
-          else convolve_padded_rows<4, 2>(from, job.W, top, bottom, weight[i], job.K, bias[i], output[i] + at, outputs - at);
+          if (apart == 1)
+            convolve_padded_rows<7, 1>(from, job.W, top, bottom, weight[i], job.K, bias[i], output[i] + at,
+                                       outputs - at);
+          else
+            convolve_padded_rows<4, 2>(from, job.W, top, bottom, weight[i], job.K, bias[i], output[i] + at,
+                                       outputs - at);
         }
       }
     for (int64_t at = 0; at < outputs && !tiles;) {
       const int64_t left = outputs - at;
       const int vectors = left > 7 * step ? 8 : left > 3 * step ? 4 : left > step ? 2 : 1;
-      // Taps before and after these meet zeros alone.
-      const int64_t to = at + vectors * step;
-      const int64_t tap = to > above ? 0 : least(ceil_of(above - to + 1, tap_step), job.K);
-      const int64_t taps = clamp(ceil_of(greatest(above + elements - at, 0), tap_step), tap, job.K) - tap;
+      const TapRange taps = taps_of_run(job, above, elements, at, at + vectors * step);
+      const int64_t tap = taps.begin, count_taps = taps.end - taps.begin;
       for (int64_t i = 0; i < count; ++i) {
         const Sum<T>* from = buffers + i * job.padded_size + at + tap * tap_step;
-        if (vectors == 8) convolve_padded<8>(from, tap_step, weight[i] + tap, taps, bias[i], output[i] + at, left);
-        else if (vectors == 4) convolve_padded<4>(from, tap_step, weight[i] + tap, taps, bias[i], output[i] + at, left);
-        else if (vectors == 2) convolve_padded<2>(from, tap_step, weight[i] + tap, taps, bias[i], output[i] + at, left);
-        else convolve_padded<1>(from, tap_step, weight[i] + tap, taps, bias[i], output[i] + at, left);
+        if (vectors == 8)
+          convolve_padded<8>(from, tap_step, weight[i] + tap, count_taps, bias[i], output[i] + at, left);
+        else if (vectors == 4)
+          convolve_padded<4>(from, tap_step, weight[i] + tap, count_taps, bias[i], output[i] + at, left);
+        else if (vectors == 2)
+          convolve_padded<2>(from, tap_step, weight[i] + tap, count_taps, bias[i], output[i] + at, left);
+        else
+          convolve_padded<1>(from, tap_step, weight[i] + tap, count_taps, bias[i], output[i] + at, left);
       }
-      at = to;
+      at += vectors * step;
     }
   }
 }
 
 template <typename T>
 void forward_any(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
-  if (job.channels_last) forward_channels_last<T>(job, begin, end, scratch);
-  else if (job.padded_planes) forward_padded<T>(job, begin, end, scratch);
-  else forward_rows<T>(job, begin, end, scratch);
+  if (job.channels_last)
+    forward_channels_last<T>(job, begin, end, scratch);
+  else if (job.padded_planes)
+    forward_padded<T>(job, begin, end, scratch);
+  else
+    forward_rows<T>(job, begin, end, scratch);
 }
 
 // ---------------------------------------------------------------- backward
@@ -431,8 +473,8 @@ void forward_any(const ForwardJob& job, int64_t begin, int64_t end, char* scratc
 template <typename T>
 struct Backpropagation {
   int64_t begin, all_begin, all_end, end, least_step, most_step;
-  int64_t input_step, output_step, grad_step;  // between rows
-  int64_t weight_step, sum_step;               // between taps
+  int64_t input_step, output_step, grad_step;                 // between rows
+  int64_t weight_step, sum_step;                              // between taps
   int64_t filters, filter_output, filter_weight, filter_sum;  // number of filters of the channel, and between them
   bool single;  // there is one output row: row r meets it with tap begin + r
 };
@@ -542,17 +584,23 @@ void backpropagate_run(const Backpropagation<T>& b, const Place<T>& p, int64_t n
 
 template <int rows, bool flat, bool shared, typename T>
 DEPTHCONV_INLINE void backpropagate_wanted(Wanted wanted, const Backpropagation<T>& b, const Place<T>& p, int64_t n) {
-  if (wanted == Wanted::both) backpropagate_run<rows, Wanted::both, flat, shared>(b, p, n);
-  else if (wanted == Wanted::input) backpropagate_run<rows, Wanted::input, flat, shared>(b, p, n);
-  else backpropagate_run<rows, Wanted::weight, flat, shared>(b, p, n);
+  if (wanted == Wanted::both)
+    backpropagate_run<rows, Wanted::both, flat, shared>(b, p, n);
+  else if (wanted == Wanted::input)
+    backpropagate_run<rows, Wanted::input, flat, shared>(b, p, n);
+  else
+    backpropagate_run<rows, Wanted::weight, flat, shared>(b, p, n);
 }
 
 template <bool shared, typename T>
 DEPTHCONV_INLINE void backpropagate_rows(int rows, Wanted wanted, const Backpropagation<T>& b, const Place<T>& p,
                                          int64_t n) {
-  if (rows == 4) backpropagate_wanted<4, false, shared>(wanted, b, p, n);
-  else if (rows == 2) backpropagate_wanted<2, false, shared>(wanted, b, p, n);
-  else backpropagate_wanted<1, false, shared>(wanted, b, p, n);
+  if (rows == 4)
+    backpropagate_wanted<4, false, shared>(wanted, b, p, n);
+  else if (rows == 2)
+    backpropagate_wanted<2, false, shared>(wanted, b, p, n);
+  else
+    backpropagate_wanted<1, false, shared>(wanted, b, p, n);
 }
 
 // Sums of a task in float, flushed to double: `taps` runs of `width` elements, total_width apart in the totals.
@@ -587,8 +635,10 @@ DEPTHCONV_INLINE void add_run(const T* from, int64_t n, Sum<T>* sum) {
   int64_t at = 0;
   for (; at < n; at += step) {
     const Vec<T> value = at + step <= n ? load<true>(from + at) : load<false>(from + at, static_cast<int>(n - at));
-    if (shared) total += value;
-    else store_bits(sum + at, load_bits<Vec<T>>(sum + at) + value);
+    if (shared)
+      total += value;
+    else
+      store_bits(sum + at, load_bits<Vec<T>>(sum + at) + value);
   }
   if (shared) store_bits(sum, total);
 }
@@ -667,9 +717,9 @@ void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, in
         for (int64_t group = 0; group < rows.groups; ++group) {
           for (int64_t at = 0; at < rows.n; at += piece) {
             const int64_t n = least(piece, rows.n - at);
-            backpropagate_rows<shared>(count, rows.wanted, b,
-                                       Place<T>{place.input + at, place.grad_output + at, place.weight, place.sum,
-                                                place.grad_input + at}, n);
+            backpropagate_rows<shared>(
+                count, rows.wanted, b,
+                Place<T>{place.input + at, place.grad_output + at, place.weight, place.sum, place.grad_input + at}, n);
             sums.add(shared ? terms * ceil_of(n, step) : terms);
           }
           place.input += rows.input_group;
@@ -712,6 +762,101 @@ DEPTHCONV_INLINE Wanted wanted_of(const BackwardJob& job) {
   return !job.grad_input.data ? Wanted::weight : job.want_weight ? Wanted::both : Wanted::input;
 }
 
+// Up to four vectors of a plane, whose grad_output lies in a buffer between rows of zeros; taps go downwards.
+template <int vectors, Wanted wanted, typename T>
+DEPTHCONV_INLINE void backpropagate_padded(Place<T> p, const Sum<T>* grad_output, int64_t tap_step, int64_t taps,
+                                           int64_t left) {
+  constexpr int step = lanes_of<T>, last = (vectors - 1) * step;
+  constexpr bool weight_wanted = wanted != Wanted::input, input_wanted = wanted != Wanted::weight;
+  const bool whole = left >= last + step;
+  const int lanes = static_cast<int>(left - last);
+  Vec<T> x[vectors] = {}, dx[vectors] = {};
+  if (weight_wanted) {
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors - 1; ++v) x[v] = load<true>(p.input + v * step);
+    x[vectors - 1] = whole ? load<true>(p.input + last) : load<false>(p.input + last, lanes);
+  }
+  for (int64_t k = 0; k < taps; ++k, grad_output += tap_step, --p.weight, p.sum -= step) {
+    Vec<T> dy[vectors];
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) dy[v] = load_bits<Vec<T>>(grad_output + v * step);
+    if (weight_wanted) {
+      Vec<T> total = load_bits<Vec<T>>(p.sum);
+      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) total = x[v] * dy[v] + total;
+      store_bits(p.sum, total);
+    }
+    if (input_wanted) {
+      const Vec<T> tap = splat<T>(*p.weight);
+      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) dx[v] = tap * dy[v] + dx[v];
+    }
+  }
+  if (input_wanted) {
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors - 1; ++v) store<true>(p.grad_input + v * step, dx[v]);
+    if (whole)
+      store<true>(p.grad_input + last, dx[vectors - 1]);
+    else
+      store<false>(p.grad_input + last, dx[vectors - 1], lanes);
+  }
+}
+
+template <int vectors, typename T>
+DEPTHCONV_INLINE void backpropagate_padded(Wanted wanted, const Place<T>& p, const Sum<T>* grad_output,
+                                           int64_t tap_step, int64_t taps, int64_t left) {
+  if (wanted == Wanted::both)
+    backpropagate_padded<vectors, Wanted::both>(p, grad_output, tap_step, taps, left);
+  else if (wanted == Wanted::input)
+    backpropagate_padded<vectors, Wanted::input>(p, grad_output, tap_step, taps, left);
+  else
+    backpropagate_padded<vectors, Wanted::weight>(p, grad_output, tap_step, taps, left);
+}
+
+// The planes of `count` channels of an image from c on, unless they hold what no zero may meet: inf or NaN. next_input
+// and next_output lead to the planes after these, which the loads of these would not bring into the cache.
+template <typename T>
+bool backward_padded(const BackwardJob& job, const Place<T>& plane, int64_t c, int64_t count, int64_t next_input,
+                     int64_t next_output, Sum<T>* buffers, Sums<T>& sums) {
+  constexpr int step = lanes_of<T>, line = 64 / static_cast<int>(sizeof(T));
+  const int64_t elements = job.H * job.W, outputs = job.H_out * job.W, tap_step = job.dilation * job.W;
+  const int64_t above = (job.K - 1) * tap_step - job.padding * job.W, per_channel = (job.K + 1) * step;
+  const Wanted wanted = wanted_of<T>(job);
+  Vec<T> zero = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const T* x = plane.input + i * job.input.stride.c;
+    const T* dy = plane.grad_output + i * job.grad_output.stride.c;
+    for (int64_t at = 0; job.want_weight && at < elements; at += line) __builtin_prefetch(x + next_input + at, 0, 2);
+    for (int64_t at = 0; at < outputs; at += line) __builtin_prefetch(dy + next_output + at, 0, 2);
+    zero += widen_run(dy, outputs, buffers + i * job.padded_size + above);
+    if (job.want_weight) zero += widen_run(x, elements, static_cast<Sum<T>*>(nullptr));
+  }
+  if (any(zero != zero)) return false;
+  for (int64_t at = 0; job.want_bias && at < outputs; at += flush_after * step) {
+    const int64_t n = least(outputs - at, flush_after * step);
+    for (int64_t i = 0; i < count; ++i)
+      add_run<true>(plane.grad_output + i * job.grad_output.stride.c + at, n,
+                    plane.sum + i * per_channel + job.K * step);
+    sums.add(ceil_of(n, step));
+  }
+  for (int64_t at = 0; at < elements && (job.grad_input.data || job.want_weight);) {
+    const int64_t left = elements - at;
+    const int vectors = left > 3 * step ? 4 : left > step ? 2 : 1;
+    const TapRange taps = taps_of_run(job, above, outputs, at, at + vectors * step);
+    const int64_t k = job.K - 1 - taps.begin, count_taps = taps.end - taps.begin;
+    for (int64_t i = 0; i < count; ++i) {
+      const Sum<T>* dy = buffers + i * job.padded_size + at + taps.begin * tap_step;
+      const Place<T> run{plane.input + i * job.input.stride.c + at, nullptr,
+                         static_cast<const Sum<T>*>(job.weight) + (c + i) * job.K + k,
+                         plane.sum + i * per_channel + k * step, plane.grad_input + i * job.grad_input.stride.c + at};
+      if (vectors == 4)
+        backpropagate_padded<4>(wanted, run, dy, tap_step, count_taps, left);
+      else if (vectors == 2)
+        backpropagate_padded<2>(wanted, run, dy, tap_step, count_taps, left);
+      else
+        backpropagate_padded<1>(wanted, run, dy, tap_step, count_taps, left);
+    }
+    sums.add(vectors);
+    at += vectors * step;
+  }
+  return true;
+}
+
 template <typename T>
 void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scratch) {
   constexpr int lanes = lanes_of<T>;
@@ -723,9 +868,12 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
   Sum<T>* sum = taps + m * K * lanes;
   double* total = reinterpret_cast<double*>(scratch + (m * K + job.channel_chunk * per_channel) * VECTOR_BYTES);
   // With one output row all input rows read it, of every filter: so many columns at a time that it stays in L1.
-  const int64_t block = job.H_out > 1 ? column_block<T>(job)
-                                      : greatest((1 << 14) / (static_cast<int64_t>(sizeof(T)) * m) / 64 * 64, 64);
+  const int64_t block =
+      job.H_out > 1 ? column_block<T>(job) : greatest((1 << 14) / (static_cast<int64_t>(sizeof(T)) * m) / 64 * 64, 64);
   const bool together = runs_together<T>(job) && block >= job.W;
+  Sum<T>* buffers = reinterpret_cast<Sum<T>*>(total + job.channel_chunk * per_channel * lanes);
+  for (int64_t i = 0; i < job.padded_planes * job.padded_size; ++i) buffers[i] = 0;
+  buffers += -(((job.K - 1) * job.dilation - job.padding) * job.W) & (lanes - 1);
   const Inner whole{(K - 1) * job.dilation - job.padding, job.H_out - job.padding};
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = remainder(task, job.row_chunks), groups = quotient(task, job.row_chunks);
@@ -740,10 +888,24 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
     }
     int64_t terms = 0;  // the same for every channel: their planes are alike
     for (int64_t n = n_begin; n < n_end; ++n) {
-      int64_t terms_after = terms;
+      int64_t terms_after = 0, tried_end = c_begin, done_end = c_begin;
       for (int64_t c = c_begin; c < c_end; ++c) {
-        splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + c * m * K, m * K, taps);
         const int64_t at = (c - c_begin) * per_channel * lanes;
+        const Place<T> plane{static_cast<const T*>(job.input.data) + n * in.n + c * in.c,
+                             static_cast<const T*>(job.grad_output.data) + n * out.n + c * m * out.c, taps, sum + at,
+                             static_cast<T*>(job.grad_input.data) + n * grad.n + c * grad.c};
+        if (job.padded_planes && c == tried_end) {
+          const int64_t count = least(job.padded_planes, c_end - c), back = c - c_begin;
+          tried_end = c + count;
+          const bool same = tried_end < c_end || n + 1 == n_end;  // the next planes are this image's, or there are none
+          Sums<T> sums{sum + at, total + at, 1, count * per_channel * lanes, 0, 0, terms};
+          if (backward_padded(job, plane, c, count, same ? count * in.c : in.n - back * in.c,
+                              same ? count * out.c : out.n - back * out.c, buffers, sums))
+            done_end = tried_end;
+          terms_after = greatest(terms_after, sums.terms);
+        }
+        if (c < done_end) continue;
+        splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + c * m * K, m * K, taps);
         Sums<T> sums{sum + at, total + at, 1, per_channel * lanes, 0, 0, terms};
         Rows<T> rows{};
         rows.b.input_step = job.dilation * in.h;
@@ -758,9 +920,6 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
         rows.groups = rows.all_groups = 1;
         rows.all_n = job.W_out;
         rows.bias_sum = sum + at + K * lanes;
-        const Place<T> plane{static_cast<const T*>(job.input.data) + n * in.n + c * in.c,
-                             static_cast<const T*>(job.grad_output.data) + n * out.n + c * m * out.c, taps, sum + at,
-                             static_cast<T*>(job.grad_input.data) + n * grad.n + c * grad.c};
         for (int64_t column = 0; column < greatest(job.W, 1); column += block) {
           rows.place = {plane.input + column, plane.grad_output + column, taps, sum + at, plane.grad_input + column};
           rows.n = least(block, job.W - column);
@@ -772,7 +931,7 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
           if (together) backward_together(job, rows, inner.begin, inner.end, sums);
           backward_tiles<true>(job, rows, inner.end, row_end, sums);
         }
-        terms_after = sums.terms;
+        terms_after = greatest(terms_after, sums.terms);
       }
       terms = terms_after;
     }
