@@ -27,8 +27,8 @@ namespace avx2 {
 #endif
 
 namespace depthconv::cpu {
-const Kernels avx2_kernels = {"avx2", VECTOR_BYTES, DEPTHCONV_KERNELS(avx2, forward_any),
-                              DEPTHCONV_KERNELS(avx2, backward_any)};
+const Kernels avx2_kernels = {
+    "avx2", VECTOR_BYTES, DEPTHCONV_KERNELS(avx2, forward_any), DEPTHCONV_KERNELS(avx2, backward_any)};
 }  // namespace depthconv::cpu
 
 #endif

@@ -28,8 +28,8 @@ namespace avx512 {
 #endif
 
 namespace depthconv::cpu {
-const Kernels avx512_kernels = {"avx512", VECTOR_BYTES, DEPTHCONV_KERNELS(avx512, forward_any),
-                                DEPTHCONV_KERNELS(avx512, backward_any)};
+const Kernels avx512_kernels = {
+    "avx512", VECTOR_BYTES, DEPTHCONV_KERNELS(avx512, forward_any), DEPTHCONV_KERNELS(avx512, backward_any)};
 }  // namespace depthconv::cpu
 
 #endif

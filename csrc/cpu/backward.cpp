@@ -136,10 +136,8 @@ void backward(const BackwardArguments& arguments) {
           for (int64_t pixel = 0; pixel < job.merged_pixels; ++pixel)
             sum += job.partial[s * job.partial_size + (pixel * g.C + co) * filter_step + k * tap_step];
         const Filters& weight = arguments.grad_weight;
-        if (k < g.K)
-          store_value(weight.data, dtype, co * weight.filter + k * weight.tap, sum);
-        else
-          store_value(arguments.grad_bias.data, dtype, co * arguments.grad_bias.step, sum);
+        if (k < g.K) store_value(weight.data, dtype, co * weight.filter + k * weight.tap, sum);
+        else store_value(arguments.grad_bias.data, dtype, co * arguments.grad_bias.step, sum);
       }
   });
 }

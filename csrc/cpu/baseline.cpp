@@ -9,6 +9,6 @@ namespace baseline {
 #include "kernel_set.h"
 }  // namespace baseline
 
-const Kernels baseline_kernels = {"baseline", VECTOR_BYTES, DEPTHCONV_KERNELS(baseline, forward_any),
-                                  DEPTHCONV_KERNELS(baseline, backward_any)};
+const Kernels baseline_kernels = {
+    "baseline", VECTOR_BYTES, DEPTHCONV_KERNELS(baseline, forward_any), DEPTHCONV_KERNELS(baseline, backward_any)};
 }  // namespace depthconv::cpu

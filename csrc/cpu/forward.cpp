@@ -12,16 +12,16 @@ void fill_padding(const ForwardArguments& arguments, const Columns& columns, con
   const Strides stride = arguments.output.stride;
   parallel(g.N * g.C_out(), task_work / std::max<int64_t>(g.H_out * (g.W_out - columns.count()), 1),
            [&](int64_t first, int64_t last) {
-             for (int64_t plane = first; plane < last; ++plane) {
-               const int64_t n = plane / g.C_out(), co = plane % g.C_out();
-               Unit* out = static_cast<Unit*>(arguments.output.data) + n * stride.n + co * stride.c;
-               for (int64_t h = 0; h < g.H_out; ++h)
-                 for (int64_t w = 0; w < g.W_out; ++w) {
-                   if (w == columns.begin && columns.count() > 0) w = columns.end;
-                   if (w < g.W_out) out[h * stride.h + w * stride.w] = bias ? bias[co * arguments.bias.step] : Unit(0);
-                 }
-             }
-           });
+    for (int64_t plane = first; plane < last; ++plane) {
+      const int64_t n = plane / g.C_out(), co = plane % g.C_out();
+      Unit* out = static_cast<Unit*>(arguments.output.data) + n * stride.n + co * stride.c;
+      for (int64_t h = 0; h < g.H_out; ++h)
+        for (int64_t w = 0; w < g.W_out; ++w) {
+          if (w == columns.begin && columns.count() > 0) w = columns.end;
+          if (w < g.W_out) out[h * stride.h + w * stride.w] = bias ? bias[co * arguments.bias.step] : Unit(0);
+        }
+    }
+  });
 }
 
 }  // namespace
@@ -66,8 +66,8 @@ void forward(const ForwardArguments& arguments) {
     output_copy.reset(new char[out.N * out.C * out.H * out.W * element_size(dtype)]);
     job.output = dense(output_copy.get(), out, false);
   }
-  job.flat =
-      job.stride == 1 && (job.input.stride.h == job.W || g.H == 1) && (job.output.stride.h == job.W || g.H_out == 1);
+  job.flat = job.stride == 1 && (job.input.stride.h == job.W || g.H == 1) &&
+             (job.output.stride.h == job.W || g.H_out == 1);
 
   const int64_t filters = g.C_out();
   if (job.channels_last && job.input.stride.w == g.C && job.output.stride.w == g.C)

@@ -33,12 +33,10 @@ void copy_units(const Operand& to, const Operand& from, const Extent& extent) {
   struct Axis {
     int64_t size, to, from;
   };
-  Axis axes[4] = {{extent.N, to.stride.n, from.stride.n},
-                  {extent.C, to.stride.c, from.stride.c},
-                  {extent.H, to.stride.h, from.stride.h},
-                  {extent.W, to.stride.w, from.stride.w}};
+  Axis axes[4] = {{extent.N, to.stride.n, from.stride.n}, {extent.C, to.stride.c, from.stride.c},
+                  {extent.H, to.stride.h, from.stride.h}, {extent.W, to.stride.w, from.stride.w}};
   // Innermost: the axis that the destination runs along; next to it the one that the source runs along.
-  auto shorter = [](int64_t Axis::* stride) {
+  auto shorter = [](int64_t Axis::*stride) {
     return [stride](const Axis& a, const Axis& b) {
       return (a.size > 1) != (b.size > 1) ? b.size > 1 : a.*stride > b.*stride;
     };
@@ -48,25 +46,25 @@ void copy_units(const Operand& to, const Operand& from, const Extent& extent) {
   const Axis a = axes[0], b = axes[1], c = axes[2], d = axes[3];
   constexpr int64_t c_block = 16, d_block = 64;
   const int64_t c_blocks = quotient_up(c.size, c_block);
-  parallel(
-      a.size * b.size * c_blocks, task_work / (c_block * std::min(d.size, task_work)), [&](int64_t begin, int64_t end) {
-        for (int64_t task = begin; task < end; ++task) {
-          const int64_t i = task / c_blocks / b.size, j = task / c_blocks % b.size;
-          const int64_t k_begin = task % c_blocks * c_block, k_end = std::min(c.size, k_begin + c_block);
-          Unit* out = static_cast<Unit*>(to.data) + i * a.to + j * b.to;
-          const Unit* in = static_cast<const Unit*>(from.data) + i * a.from + j * b.from;
-          for (int64_t l_begin = 0; l_begin < d.size; l_begin += d_block) {
-            const int64_t l_end = std::min(d.size, l_begin + d_block);
-            if (c.from == 1 && d.to == 1 && k_end - k_begin == c_block) {  // a transpose: constants for the compiler
-              for (int64_t l = l_begin; l < l_end; ++l)
-                for (int64_t k = 0; k < c_block; ++k) out[(k_begin + k) * c.to + l] = in[k_begin + k + l * d.from];
-              continue;
-            }
-            for (int64_t k = k_begin; k < k_end; ++k)
-              for (int64_t l = l_begin; l < l_end; ++l) out[k * c.to + l * d.to] = in[k * c.from + l * d.from];
-          }
+  parallel(a.size * b.size * c_blocks, task_work / (c_block * std::min(d.size, task_work)),
+           [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t i = task / c_blocks / b.size, j = task / c_blocks % b.size;
+      const int64_t k_begin = task % c_blocks * c_block, k_end = std::min(c.size, k_begin + c_block);
+      Unit* out = static_cast<Unit*>(to.data) + i * a.to + j * b.to;
+      const Unit* in = static_cast<const Unit*>(from.data) + i * a.from + j * b.from;
+      for (int64_t l_begin = 0; l_begin < d.size; l_begin += d_block) {
+        const int64_t l_end = std::min(d.size, l_begin + d_block);
+        if (c.from == 1 && d.to == 1 && k_end - k_begin == c_block) {  // a transpose: constants for the compiler
+          for (int64_t l = l_begin; l < l_end; ++l)
+            for (int64_t k = 0; k < c_block; ++k) out[(k_begin + k) * c.to + l] = in[k_begin + k + l * d.from];
+          continue;
         }
-      });
+        for (int64_t k = k_begin; k < k_end; ++k)
+          for (int64_t l = l_begin; l < l_end; ++l) out[k * c.to + l * d.to] = in[k * c.from + l * d.from];
+      }
+    }
+  });
 }
 
 template <typename T>

@@ -23,7 +23,7 @@ DEPTHCONV_INLINE int64_t clamp(int64_t a, int64_t low, int64_t high) { return gr
 DEPTHCONV_INLINE int64_t quotient(int64_t a, int64_t b) { return b == 1 ? a : a / b; }
 DEPTHCONV_INLINE int64_t remainder(int64_t a, int64_t b) { return b == 1 ? 0 : a % b; }
 DEPTHCONV_INLINE int64_t ceil_of(int64_t a, int64_t b) { return b == 1 ? a : (a + b - 1) / b; }  // a >= 0
-DEPTHCONV_INLINE int64_t floor_of(int64_t a, int64_t b) {                                        // b > 0
+DEPTHCONV_INLINE int64_t floor_of(int64_t a, int64_t b) {  // b > 0
   return b == 1 ? a : a >= 0 ? a / b : -((b - 1 - a) / b);
 }
 
@@ -110,11 +110,11 @@ struct Convolution {
   int64_t taps, begin, end;  // steps as in Window
   int64_t input_step;        // between steps
   const Sum<T>* weight;
-  int64_t weight_step;                 // between taps
-  const Sum<T>* bias;                  // a vector
-  int64_t output_step;                 // between the rows of the tile
+  int64_t weight_step;       // between taps
+  const Sum<T>* bias;        // a vector
+  int64_t output_step;       // between the rows of the tile
   int64_t filter_weight, filter_bias;  // between the filters of the tile
-  int stored;  // rows of the tile that exist; the others are computed from the same input and dropped
+  int stored;                // rows of the tile that exist; the others are computed from the same input and dropped
 };
 
 enum class Tile { rows, filters };
@@ -126,10 +126,11 @@ DEPTHCONV_INLINE void convolve_step(Vec<T> (&sum)[rows][vectors], const T* input
   constexpr int step = lanes_of<T>;
   Vec<T> x[vectors];
   DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) x[v] = load<full>(input + v * step, lanes);
-  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) if (r >= first && r < last) {
-    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) sum[r][v] =
-        load_bits<Vec<T>>(tap + r * tap_row + (shared ? 0 : v * step)) * x[v] + sum[r][v];
-  }
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
+    if (r >= first && r < last) {
+      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
+        sum[r][v] = load_bits<Vec<T>>(tap + r * tap_row + (shared ? 0 : v * step)) * x[v] + sum[r][v];
+    }
 }
 
 // `rows` by `vectors` outputs. With `shared` weights and bias all vectors use the same, else each its own.
@@ -138,18 +139,20 @@ DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t 
   constexpr int step = lanes_of<T>, others = tile == Tile::rows ? rows - 1 : 0;
   const int64_t tap_step = c.weight_step, tap_row = tile == Tile::rows ? -c.weight_step : c.filter_weight;
   Vec<T> sum[rows][vectors];
-  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) sum[r][v] =
-      load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : v * step) + (tile == Tile::rows ? 0 : r * c.filter_bias));
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
+      sum[r][v] = load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : v * step) +
+                                    (tile == Tile::rows ? 0 : r * c.filter_bias));
   const Sum<T>* tap = c.weight + channel + c.begin * tap_step;
   input += c.begin * c.input_step;
   int64_t j = c.begin;
   if (c.begin == 0 && c.end == c.taps + others) {  // nothing cut off: the first and last steps are triangles
     DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, ++j, input += c.input_step, tap += tap_step)
-        convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, t + 1, lanes);
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, t + 1, lanes);
     for (; j < c.taps; ++j, input += c.input_step, tap += tap_step)
       convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, rows, lanes);
     DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, input += c.input_step, tap += tap_step)
-        convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, t + 1, rows, lanes);
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, t + 1, rows, lanes);
   } else {
     const int64_t inner_begin = clamp(others, c.begin, c.end), inner_end = clamp(c.taps, inner_begin, c.end);
     while (j < c.end) {
@@ -162,10 +165,11 @@ DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t 
       ++j, input += c.input_step, tap += tap_step;
     }
   }
-  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) if (rows < 4 || r < c.stored) {
-    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
+    if (rows < 4 || r < c.stored) {
+      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
         store<full>(output + r * c.output_step + v * step, sum[r][v], lanes);
-  }
+    }
 }
 
 // A tile over n neighbouring elements.
@@ -187,12 +191,9 @@ void convolve_run(const Convolution<T>& c, const T* input, T* output, int64_t n)
 
 template <Tile tile, bool shared, typename T>
 DEPTHCONV_INLINE void convolve_rows(int rows, const Convolution<T>& c, const T* input, T* output, int64_t n) {
-  if (rows == 4)
-    convolve_run<tile, 4, shared>(c, input, output, n);
-  else if (rows == 2)
-    convolve_run<tile, 2, shared>(c, input, output, n);
-  else
-    convolve_run<Tile::rows, 1, shared>(c, input, output, n);
+  if (rows == 4) convolve_run<tile, 4, shared>(c, input, output, n);
+  else if (rows == 2) convolve_run<tile, 2, shared>(c, input, output, n);
+  else convolve_run<Tile::rows, 1, shared>(c, input, output, n);
 }
 
 // Output rows [row_begin, row_end) in tiles. input and output are the plane's (rows) or the image's (channels_last);
@@ -212,7 +213,7 @@ void forward_tiles(const ForwardJob& job, Convolution<T> c, const T* input, T* o
         c.end = window.end;
         for (int64_t group = 0; group < groups; ++group)
           convolve_rows<Tile::rows, shared>(rows, c, input + window.top * job.input.stride.h + group * input_group,
-                                            output + h * job.output.stride.h + group * output_group, n);
+                                output + h * job.output.stride.h + group * output_group, n);
         left -= rows;
         h += rows * apart;
       }
@@ -260,10 +261,11 @@ void forward_rows(const ForwardJob& job, int64_t begin, int64_t end, char* scrat
     T* output = static_cast<T*>(job.output.data) + n * out.n + co * out.c;
     splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + co * job.K, together_filters * job.K, taps);
     splat_weights<T>(static_cast<const Sum<T>*>(job.bias) + co, together_filters, bias);
-    const Convolution<T> c{job.K,         0,     job.K,    job.dilation * in.h, taps, lanes, bias, job.dilation * out.h,
+    const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, taps, lanes, bias, job.dilation * out.h,
                            job.K * lanes, lanes, most_rows};
     if (together) {
-      const Inner inner = inner_rows(row_begin, row_end, job.padding, job.H + job.padding - (job.K - 1) * job.dilation);
+      const Inner inner = inner_rows(row_begin, row_end, job.padding,
+                                     job.H + job.padding - (job.K - 1) * job.dilation);
       forward_tiles<true>(job, c, input, output, row_begin, inner.begin, job.W, 1, 0, 0);
       if (inner.begin < inner.end)
         convolve_run<Tile::rows, 1, true>(c, input + (inner.begin - job.padding) * in.h, output + inner.begin * out.h,
@@ -273,10 +275,8 @@ void forward_rows(const ForwardJob& job, int64_t begin, int64_t end, char* scrat
     }
     for (int64_t column = 0; column < job.W; column += block) {
       const int64_t width = least(block, job.W - column);
-      if (job.filters_together)
-        forward_filters(job, c, input + column, output + column, row_begin, row_end, width);
-      else
-        forward_tiles<true>(job, c, input + column, output + column, row_begin, row_end, width, 1, 0, 0);
+      if (job.filters_together) forward_filters(job, c, input + column, output + column, row_begin, row_end, width);
+      else forward_tiles<true>(job, c, input + column, output + column, row_begin, row_end, width, 1, 0, 0);
     }
   }
 }
@@ -284,16 +284,8 @@ void forward_rows(const ForwardJob& job, int64_t begin, int64_t end, char* scrat
 template <typename T>
 void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, char*) {
   const Strides in = job.input.stride, out = job.output.stride;
-  const Convolution<T> c{job.K,
-                         0,
-                         job.K,
-                         job.dilation * in.h,
-                         static_cast<const Sum<T>*>(job.weight),
-                         job.padded_channels,
-                         static_cast<const Sum<T>*>(job.bias),
-                         job.dilation * out.h,
-                         0,
-                         0,
+  const Convolution<T> c{job.K, 0, job.K, job.dilation * in.h, static_cast<const Sum<T>*>(job.weight),
+                         job.padded_channels, static_cast<const Sum<T>*>(job.bias), job.dilation * out.h, 0, 0,
                          most_rows};
   const int64_t merged = job.merged_pixels, groups = job.W / merged, rest = job.W % merged, past = groups * merged;
   for (int64_t task = begin; task < end; ++task) {
@@ -473,8 +465,8 @@ void forward_any(const ForwardJob& job, int64_t begin, int64_t end, char* scratc
 template <typename T>
 struct Backpropagation {
   int64_t begin, all_begin, all_end, end, least_step, most_step;
-  int64_t input_step, output_step, grad_step;                 // between rows
-  int64_t weight_step, sum_step;                              // between taps
+  int64_t input_step, output_step, grad_step;  // between rows
+  int64_t weight_step, sum_step;               // between taps
   int64_t filters, filter_output, filter_weight, filter_sum;  // number of filters of the channel, and between them
   bool single;  // there is one output row: row r meets it with tap begin + r
 };
@@ -584,23 +576,17 @@ void backpropagate_run(const Backpropagation<T>& b, const Place<T>& p, int64_t n
 
 template <int rows, bool flat, bool shared, typename T>
 DEPTHCONV_INLINE void backpropagate_wanted(Wanted wanted, const Backpropagation<T>& b, const Place<T>& p, int64_t n) {
-  if (wanted == Wanted::both)
-    backpropagate_run<rows, Wanted::both, flat, shared>(b, p, n);
-  else if (wanted == Wanted::input)
-    backpropagate_run<rows, Wanted::input, flat, shared>(b, p, n);
-  else
-    backpropagate_run<rows, Wanted::weight, flat, shared>(b, p, n);
+  if (wanted == Wanted::both) backpropagate_run<rows, Wanted::both, flat, shared>(b, p, n);
+  else if (wanted == Wanted::input) backpropagate_run<rows, Wanted::input, flat, shared>(b, p, n);
+  else backpropagate_run<rows, Wanted::weight, flat, shared>(b, p, n);
 }
 
 template <bool shared, typename T>
 DEPTHCONV_INLINE void backpropagate_rows(int rows, Wanted wanted, const Backpropagation<T>& b, const Place<T>& p,
                                          int64_t n) {
-  if (rows == 4)
-    backpropagate_wanted<4, false, shared>(wanted, b, p, n);
-  else if (rows == 2)
-    backpropagate_wanted<2, false, shared>(wanted, b, p, n);
-  else
-    backpropagate_wanted<1, false, shared>(wanted, b, p, n);
+  if (rows == 4) backpropagate_wanted<4, false, shared>(wanted, b, p, n);
+  else if (rows == 2) backpropagate_wanted<2, false, shared>(wanted, b, p, n);
+  else backpropagate_wanted<1, false, shared>(wanted, b, p, n);
 }
 
 // Sums of a task in float, flushed to double: `taps` runs of `width` elements, total_width apart in the totals.
@@ -635,10 +621,8 @@ DEPTHCONV_INLINE void add_run(const T* from, int64_t n, Sum<T>* sum) {
   int64_t at = 0;
   for (; at < n; at += step) {
     const Vec<T> value = at + step <= n ? load<true>(from + at) : load<false>(from + at, static_cast<int>(n - at));
-    if (shared)
-      total += value;
-    else
-      store_bits(sum + at, load_bits<Vec<T>>(sum + at) + value);
+    if (shared) total += value;
+    else store_bits(sum + at, load_bits<Vec<T>>(sum + at) + value);
   }
   if (shared) store_bits(sum, total);
 }
@@ -717,9 +701,9 @@ void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, in
         for (int64_t group = 0; group < rows.groups; ++group) {
           for (int64_t at = 0; at < rows.n; at += piece) {
             const int64_t n = least(piece, rows.n - at);
-            backpropagate_rows<shared>(
-                count, rows.wanted, b,
-                Place<T>{place.input + at, place.grad_output + at, place.weight, place.sum, place.grad_input + at}, n);
+            backpropagate_rows<shared>(count, rows.wanted, b,
+                                       Place<T>{place.input + at, place.grad_output + at, place.weight, place.sum,
+                                                place.grad_input + at}, n);
             sums.add(shared ? terms * ceil_of(n, step) : terms);
           }
           place.input += rows.input_group;
@@ -868,8 +852,8 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
   Sum<T>* sum = taps + m * K * lanes;
   double* total = reinterpret_cast<double*>(scratch + (m * K + job.channel_chunk * per_channel) * VECTOR_BYTES);
   // With one output row all input rows read it, of every filter: so many columns at a time that it stays in L1.
-  const int64_t block =
-      job.H_out > 1 ? column_block<T>(job) : greatest((1 << 14) / (static_cast<int64_t>(sizeof(T)) * m) / 64 * 64, 64);
+  const int64_t block = job.H_out > 1 ? column_block<T>(job)
+                                      : greatest((1 << 14) / (static_cast<int64_t>(sizeof(T)) * m) / 64 * 64, 64);
   const bool together = runs_together<T>(job) && block >= job.W;
   Sum<T>* buffers = reinterpret_cast<Sum<T>*>(total + job.channel_chunk * per_channel * lanes);
   for (int64_t i = 0; i < job.padded_planes * job.padded_size; ++i) buffers[i] = 0;

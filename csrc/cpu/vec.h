@@ -168,15 +168,11 @@ DEPTHCONV_INLINE void store(T* to, const Vec<T>& value, int count = 0) {
   if constexpr (sizeof(T) == 2) {
     uint16_t* bits = reinterpret_cast<uint16_t*>(to);
     const Halves halves = narrow(value, T());
-    if (full)
-      store_bits(bits, halves);
-    else
-      store_part(bits, halves, count);
+    if (full) store_bits(bits, halves);
+    else store_part(bits, halves, count);
   } else {
-    if (full)
-      store_bits(to, value);
-    else
-      store_part(to, value, count);
+    if (full) store_bits(to, value);
+    else store_part(to, value, count);
   }
 }
 template <typename T>
