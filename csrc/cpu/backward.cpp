@@ -33,6 +33,7 @@ void split(BackwardJob& job, int64_t sums) {
   job.batch_chunks = quotient_up(images, job.batch_chunk);
   // Rows apart only where there are few planes: a run of rows reads (K - 1) * dilation rows of its neighbours.
   int64_t parts = quotient_up(wanted_tasks, job.channel_chunks * job.batch_chunks);
+  if (job.padded_planes) parts = 1;
   parts = std::min({parts, job.batch_chunk * group_work / (4 * task_work), job.H / ((job.K - 1) * job.dilation + 1)});
   job.row_chunk = quotient_up(job.H, std::max<int64_t>(parts, 1));
   job.row_chunks = quotient_up(job.H, job.row_chunk);
@@ -95,9 +96,18 @@ void backward(const BackwardArguments& arguments) {
   convert(g, dtype, job, arguments.weight, g.K, weight.get());
   job.weight = weight.get();
 
+  const int64_t zero_rows = (g.K - 1) * job.dilation - job.padding;
   const Kernels& set = kernels();
   const int64_t lanes = set.vector_bytes / sum_size(dtype);
   const int64_t per_channel = (g.K + 1) * g.multiplier;  // sums
+  const int64_t size =
+      quotient_up((std::max(g.H_out + zero_rows, g.H + (g.K - 1) * job.dilation)) * job.W, most_lanes) * most_lanes +
+      4 * most_lanes;
+  if (job.flat && !job.channels_last && g.multiplier == 1 && job.W == g.W_out && zero_rows >= 0 &&
+      size * sum_size(dtype) <= (8 << 10) && all_finite(dtype, weight.get(), taps_size)) {
+    job.padded_size = size;
+    job.padded_planes = std::clamp<int64_t>((16 << 10) / (size * sum_size(dtype)), 1, most_padded_planes);
+  }
   split(job, per_channel);
   job.partial_size = (job.channels_last ? job.padded_channels : filters) * (g.K + 1);
   std::unique_ptr<double[]> partial;
@@ -105,10 +115,10 @@ void backward(const BackwardArguments& arguments) {
     partial.reset(new double[job.batch_chunks * job.row_chunks * job.partial_size]);
     job.partial = partial.get();
   }
-  const size_t scratch_bytes =
-      job.channels_last ? job.channel_chunk * per_channel * sum_size(dtype)
-                        : (job.channel_chunk + 1) * per_channel * set.vector_bytes +
-                              job.channel_chunk * per_channel * lanes * sizeof(double);
+  const size_t scratch_bytes = job.channels_last ? job.channel_chunk * per_channel * sum_size(dtype)
+                                                 : (job.channel_chunk + 1) * per_channel * set.vector_bytes +
+                                                       job.channel_chunk * per_channel * lanes * sizeof(double) +
+                                                       job.padded_planes * job.padded_size * sum_size(dtype);
   const int64_t work = g.N * g.C * g.H * job.W * g.K * g.multiplier / job.tasks();
   const auto run = set.backward[static_cast<int>(dtype)];
   parallel_with_scratch(job.tasks(), task_work / std::max<int64_t>(work, 1), scratch_bytes,

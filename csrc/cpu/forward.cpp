@@ -43,6 +43,12 @@ void forward(const ForwardArguments& arguments) {
   job.N = g.N, job.C = g.C, job.multiplier = g.multiplier, job.K = g.K, job.H = g.H, job.H_out = g.H_out;
   job.W = columns.count();
   job.stride = g.stride.h, job.padding = g.padding.h, job.dilation = g.dilation.h;
+  // Taps that no row reaches are no part of the job.
+  const int64_t first_tap = quotient_up(std::max<int64_t>(g.padding.h - (g.H_out - 1) * g.stride.h, 0), g.dilation.h);
+  const int64_t last_tap = std::min(g.K, quotient_up(g.H + g.padding.h, g.dilation.h));
+  if (first_tap < last_tap) job.K = last_tap - first_tap, job.padding -= first_tap * job.dilation;
+  Filters weight = arguments.weight;
+  weight.data = advance(weight.data, dtype, (job.K < g.K ? first_tap : 0) * weight.tap);
   job.input = arguments.input;
   job.input.data = advance(job.input.data, dtype, columns.first * job.input.stride.w);
   job.input.stride.w *= columns.step;
@@ -68,9 +74,9 @@ void forward(const ForwardArguments& arguments) {
     job.merged_pixels = pixels_to_merge(g.C, job.W);
   const int64_t width = padded_channels(filters * job.merged_pixels);
   job.padded_channels = width;
-  const int64_t taps_size = (job.channels_last ? width : filters) * g.K;
+  const int64_t taps_size = (job.channels_last ? width : filters) * job.K;
   const std::unique_ptr<char[]> sums(new char[(taps_size + width) * sum_size(dtype)]);
-  convert(g, dtype, job, arguments.weight, g.K, sums.get());
+  convert(g, dtype, job, weight, job.K, sums.get());
   char* bias = sums.get() + taps_size * sum_size(dtype);
   convert(g, dtype, job, {arguments.bias.data, arguments.bias.step, 0}, 1, bias);
   job.weight = sums.get();
@@ -80,14 +86,26 @@ void forward(const ForwardArguments& arguments) {
   job.filters_together = !job.channels_last && g.multiplier > 1 && g.H_out < 4;
   const int64_t task_filters = job.filters_together ? g.multiplier : 1;
   const int64_t planes = job.channels_last ? g.N : g.N * filters / task_filters;
-  const int64_t row_work = job.W * g.K * (job.channels_last ? g.C : task_filters);
-  const int64_t parts = std::min(quotient_up(wanted_tasks, planes), g.H_out * row_work / task_work);
+  const int64_t row_work = job.W * job.K * (job.channels_last ? g.C : task_filters);
+  const Kernels& set = kernels();
+  const int64_t size =
+      quotient_up((std::max(job.H_out + (job.K - 1) * job.dilation, g.H + job.padding) + 8) * job.W, most_lanes) *
+          most_lanes +
+      8 * most_lanes;
+  if (job.flat && job.padding >= 0 && !job.channels_last && !job.filters_together &&
+      size * sum_size(dtype) <= (24 << 10) && all_finite(dtype, sums.get(), taps_size)) {
+    job.padded_size = size;
+    job.padded_planes = std::clamp<int64_t>((16 << 10) / (size * sum_size(dtype)), 1, most_padded_planes);
+  }
+  const int64_t parts =
+      job.padded_planes ? 1 : std::min(quotient_up(wanted_tasks, planes), g.H_out * row_work / task_work);
   job.row_chunk = quotient_up(g.H_out, std::max<int64_t>(parts, 1));
   job.row_chunks = quotient_up(g.H_out, job.row_chunk);
-  const Kernels& set = kernels();
   const auto run = set.forward[static_cast<int>(dtype)];
   parallel_with_scratch(planes * job.row_chunks, task_work / std::max<int64_t>(job.row_chunk * row_work, 1),
-                        job.channels_last ? 0 : task_filters * (g.K + 1) * set.vector_bytes,
+                        job.padded_planes   ? job.padded_planes * size * sum_size(dtype)
+                        : job.channels_last ? 0
+                                            : task_filters * (job.K + 1) * set.vector_bytes,
                         [&](int64_t begin, int64_t end, char* scratch) { run(job, begin, end, scratch); });
   if (output_copy) copy(wanted, job.output, out, dtype);
 }

@@ -1,5 +1,6 @@
 #include "host.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <string>
 
@@ -130,6 +131,13 @@ void convert(const Geometry& g, Dtype dtype, const Job& job, const Filters& from
     case Dtype::float16: return convert_all<Float16>(g, job, from, taps, static_cast<float*>(to));
     default: return convert_all<BFloat16>(g, job, from, taps, static_cast<float*>(to));
   }
+}
+
+bool all_finite(Dtype dtype, const void* sums, int64_t count) {
+  const auto finite = [](auto value) { return std::isfinite(value); };
+  if (dtype == Dtype::float64)
+    return std::all_of(static_cast<const double*>(sums), static_cast<const double*>(sums) + count, finite);
+  return std::all_of(static_cast<const float*>(sums), static_cast<const float*>(sums) + count, finite);
 }
 
 void store_value(void* to, Dtype dtype, int64_t index, double value) {

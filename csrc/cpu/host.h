@@ -57,6 +57,9 @@ void convert(const Geometry& geometry, Dtype dtype, const Job& job, const Filter
 // out[co] or weight[co, k] from double.
 void store_value(void* to, Dtype dtype, int64_t index, double value);
 
+// Whether no converted weight is infinite or NaN: such a one must not meet a zero that stands for a missing row.
+bool all_finite(Dtype dtype, const void* sums, int64_t count);
+
 inline int sum_size(Dtype dtype) { return dtype == Dtype::float64 ? 8 : 4; }
 
 // Calls body(begin, end) over [0, count) in pieces of at least `grain`. The body must not throw.

@@ -301,9 +301,160 @@ void forward_channels_last(const ForwardJob& job, int64_t begin, int64_t end, ch
   }
 }
 
+// Widens n elements, zeros after them. What is returned is NaN in some lane if any element is infinite or NaN.
+template <typename T>
+DEPTHCONV_INLINE Vec<T> widen_run(const T* from, int64_t n, Sum<T>* to) {
+  constexpr int step = lanes_of<T>;
+  Vec<T> zero = {};
+  for (int64_t at = 0; at < n; at += step) {
+    const Vec<T> value = at + step <= n ? load<true>(from + at) : load<false>(from + at, static_cast<int>(n - at));
+    if (to) store_bits(to + at, value);
+    zero += value * 0;
+  }
+  return zero;
+}
+
+// Planes in buffers between rows of zeros: every output is inside, whatever its row, and a plane is one run of vectors,
+// whatever its width. Up to eight of them are summed in registers over all taps that reach them; of a few planes at a
+// time, so that a run's taps are found once and loads from a buffer come long after the stores to it.
+template <int vectors, typename T>
+DEPTHCONV_INLINE void convolve_padded(const Sum<T>* input, int64_t tap_step, const Sum<T>* weight, int64_t taps,
+                                      Sum<T> bias, T* output, int64_t left) {
+  constexpr int step = lanes_of<T>;
+  Vec<T> sum[vectors];
+  DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) sum[v] = splat<T>(bias);
+  for (int64_t k = 0; k < taps; ++k, input += tap_step) {
+    const Vec<T> tap = splat<T>(weight[k]);
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) sum[v] = tap * load_bits<Vec<T>>(input + v * step) + sum[v];
+  }
+  DEPTHCONV_UNROLL for (int v = 0; v < vectors - 1; ++v) store<true>(output + v * step, sum[v]);
+  constexpr int last = (vectors - 1) * step;
+  if (left >= last + step)
+    store<true>(output + last, sum[vectors - 1]);
+  else
+    store<false>(output + last, sum[vectors - 1], static_cast<int>(left - last));
+}
+
+// One vector of each of `rows` runs that lie `apart` rows from one another: what one loads the next uses `apart` taps
+// later, and so do the weights, which move through registers. Step j loads row j; only rows of [begin, end) are not
+// zero. Runs that begin at or after `left` are not stored.
+template <int rows, int apart, typename T>
+DEPTHCONV_INLINE void convolve_padded_rows(const Sum<T>* input, int64_t W, int64_t begin, int64_t end,
+                                           const Sum<T>* weight, int64_t taps, Sum<T> bias, T* output, int64_t left) {
+  constexpr int step = lanes_of<T>, others = (rows - 1) * apart;
+  Vec<T> sum[rows], tap[others + 1];
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) sum[r] = splat<T>(bias);
+  const int64_t first = clamp(begin, others, taps), last = least(end, taps);
+  DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, input += W) {
+    tap[others - 1 - t] = splat<T>(weight[first - others + t]);
+    if (t < begin) continue;
+    const Vec<T> x = load_bits<Vec<T>>(input);
+    DEPTHCONV_UNROLL for (int r = 0; r * apart <= t; ++r) sum[r] = tap[others - 1 - t + r * apart] * x + sum[r];
+  }
+  input += (first - others) * W;
+  for (int64_t k = first; k < last; ++k, input += W) {
+    DEPTHCONV_UNROLL for (int t = others; t > 0; --t) tap[t] = tap[t - 1];
+    tap[0] = splat<T>(weight[k]);
+    const Vec<T> x = load_bits<Vec<T>>(input);
+    DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) sum[r] = tap[r * apart] * x + sum[r];
+  }
+  DEPTHCONV_UNROLL for (int t = 1; t <= others; ++t, input += W) {
+    if (taps - 1 + t >= end) break;
+    const Vec<T> x = load_bits<Vec<T>>(input);
+    DEPTHCONV_UNROLL for (int r = (t + apart - 1) / apart; r < rows; ++r) sum[r] = tap[r * apart - t] * x + sum[r];
+  }
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
+    const int64_t at = r * apart * W;
+    if (at + step <= left)
+      store<true>(output + at, sum[r]);
+    else if (at < left)
+      store<false>(output + at, sum[r], static_cast<int>(left - at));
+  }
+}
+
+// Taps through which the run [begin, end) of a plane meets the `elements` that lie behind `above` zeros; others meet
+// zeros alone.
+struct TapRange {
+  int64_t begin, end;
+};
+DEPTHCONV_INLINE TapRange taps_of_run(const Job& job, int64_t above, int64_t elements, int64_t begin, int64_t end) {
+  const int64_t step = job.dilation * job.W;
+  const int64_t first = end > above ? 0 : least(ceil_of(above - end + 1, step), job.K);
+  return {first, clamp(ceil_of(greatest(above + elements - begin, 0), step), first, job.K)};
+}
+
+template <typename T>
+void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
+  constexpr int step = lanes_of<T>;
+  const int64_t planes = job.C * job.multiplier, elements = job.H * job.W, outputs = job.H_out * job.W;
+  const int64_t above = job.padding * job.W, tap_step = job.dilation * job.W;
+  Sum<T>* buffers = reinterpret_cast<Sum<T>*>(scratch);
+  const int64_t apart = job.W * 2 <= step ? 2 : 1;
+  const int64_t tile_vectors =
+      ceil_of(job.H_out, apart == 1 ? 7 : 8) * (apart == 1 ? 7 : 4) * ceil_of(apart * job.W, step);
+  const bool tiles = job.dilation == 1 && job.K >= 7 && tile_vectors * 2 < ceil_of(outputs, step) * 3;
+  for (int64_t i = 0; i < job.padded_planes * job.padded_size; ++i) buffers[i] = 0;
+  buffers += -above & (step - 1);  // so that the planes themselves are aligned
+  const Sum<T>* weight[most_padded_planes];
+  Sum<T> bias[most_padded_planes];
+  T* output[most_padded_planes];
+  int64_t n = begin / planes, co = begin % planes;
+  for (int64_t first = begin; first < end; first += job.padded_planes) {
+    const int64_t count = least(job.padded_planes, end - first);
+    for (int64_t i = 0; i < count; ++i, ++co) {
+      if (co == planes) ++n, co = 0;
+      const T* from = static_cast<const T*>(job.input.data) + n * job.input.stride.n +
+                      quotient(co, job.multiplier) * job.input.stride.c;
+      widen_run(from, elements, buffers + i * job.padded_size + above);
+      weight[i] = static_cast<const Sum<T>*>(job.weight) + co * job.K;
+      bias[i] = static_cast<const Sum<T>*>(job.bias)[co];
+      output[i] = static_cast<T*>(job.output.data) + n * job.output.stride.n + co * job.output.stride.c;
+    }
+    const int64_t most = apart == 1 ? 7 : 8;  // rows of a tile
+    for (int64_t h = 0; tiles && h < job.H_out; h += most)
+      for (int64_t column = 0; column < apart * job.W; column += step) {
+        const int64_t row = clamp(job.H_out - most, 0, h), at = row * job.W + column;
+        const int64_t top = greatest(job.padding - row - (apart - 1) - (column > 0), 0);
+        const int64_t bottom = job.padding + job.H - row;
+        for (int64_t i = 0; i < count; ++i) {
+          const Sum<T>* from = buffers + i * job.padded_size + at;
+          if (apart == 1)
+            convolve_padded_rows<7, 1>(from, job.W, top, bottom, weight[i], job.K, bias[i], output[i] + at,
+                                       outputs - at);
+          else
+            convolve_padded_rows<4, 2>(from, job.W, top, bottom, weight[i], job.K, bias[i], output[i] + at,
+                                       outputs - at);
+        }
+      }
+    for (int64_t at = 0; at < outputs && !tiles;) {
+      const int64_t left = outputs - at;
+      const int vectors = left > 7 * step ? 8 : left > 3 * step ? 4 : left > step ? 2 : 1;
+      const TapRange taps = taps_of_run(job, above, elements, at, at + vectors * step);
+      const int64_t tap = taps.begin, count_taps = taps.end - taps.begin;
+      for (int64_t i = 0; i < count; ++i) {
+        const Sum<T>* from = buffers + i * job.padded_size + at + tap * tap_step;
+        if (vectors == 8)
+          convolve_padded<8>(from, tap_step, weight[i] + tap, count_taps, bias[i], output[i] + at, left);
+        else if (vectors == 4)
+          convolve_padded<4>(from, tap_step, weight[i] + tap, count_taps, bias[i], output[i] + at, left);
+        else if (vectors == 2)
+          convolve_padded<2>(from, tap_step, weight[i] + tap, count_taps, bias[i], output[i] + at, left);
+        else
+          convolve_padded<1>(from, tap_step, weight[i] + tap, count_taps, bias[i], output[i] + at, left);
+      }
+      at += vectors * step;
+    }
+  }
+}
+
 template <typename T>
 void forward_any(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
-  job.channels_last ? forward_channels_last<T>(job, begin, end, scratch) : forward_rows<T>(job, begin, end, scratch);
+  if (job.channels_last)
+    forward_channels_last<T>(job, begin, end, scratch);
+  else if (job.padded_planes)
+    forward_padded<T>(job, begin, end, scratch);
+  else
+    forward_rows<T>(job, begin, end, scratch);
 }
 
 // ---------------------------------------------------------------- backward
@@ -595,6 +746,101 @@ DEPTHCONV_INLINE Wanted wanted_of(const BackwardJob& job) {
   return !job.grad_input.data ? Wanted::weight : job.want_weight ? Wanted::both : Wanted::input;
 }
 
+// Up to four vectors of a plane, whose grad_output lies in a buffer between rows of zeros; taps go downwards.
+template <int vectors, Wanted wanted, typename T>
+DEPTHCONV_INLINE void backpropagate_padded(Place<T> p, const Sum<T>* grad_output, int64_t tap_step, int64_t taps,
+                                           int64_t left) {
+  constexpr int step = lanes_of<T>, last = (vectors - 1) * step;
+  constexpr bool weight_wanted = wanted != Wanted::input, input_wanted = wanted != Wanted::weight;
+  const bool whole = left >= last + step;
+  const int lanes = static_cast<int>(left - last);
+  Vec<T> x[vectors] = {}, dx[vectors] = {};
+  if (weight_wanted) {
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors - 1; ++v) x[v] = load<true>(p.input + v * step);
+    x[vectors - 1] = whole ? load<true>(p.input + last) : load<false>(p.input + last, lanes);
+  }
+  for (int64_t k = 0; k < taps; ++k, grad_output += tap_step, --p.weight, p.sum -= step) {
+    Vec<T> dy[vectors];
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) dy[v] = load_bits<Vec<T>>(grad_output + v * step);
+    if (weight_wanted) {
+      Vec<T> total = load_bits<Vec<T>>(p.sum);
+      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) total = x[v] * dy[v] + total;
+      store_bits(p.sum, total);
+    }
+    if (input_wanted) {
+      const Vec<T> tap = splat<T>(*p.weight);
+      DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) dx[v] = tap * dy[v] + dx[v];
+    }
+  }
+  if (input_wanted) {
+    DEPTHCONV_UNROLL for (int v = 0; v < vectors - 1; ++v) store<true>(p.grad_input + v * step, dx[v]);
+    if (whole)
+      store<true>(p.grad_input + last, dx[vectors - 1]);
+    else
+      store<false>(p.grad_input + last, dx[vectors - 1], lanes);
+  }
+}
+
+template <int vectors, typename T>
+DEPTHCONV_INLINE void backpropagate_padded(Wanted wanted, const Place<T>& p, const Sum<T>* grad_output,
+                                           int64_t tap_step, int64_t taps, int64_t left) {
+  if (wanted == Wanted::both)
+    backpropagate_padded<vectors, Wanted::both>(p, grad_output, tap_step, taps, left);
+  else if (wanted == Wanted::input)
+    backpropagate_padded<vectors, Wanted::input>(p, grad_output, tap_step, taps, left);
+  else
+    backpropagate_padded<vectors, Wanted::weight>(p, grad_output, tap_step, taps, left);
+}
+
+// The planes of `count` channels of an image from c on, unless they hold what no zero may meet: inf or NaN. next_input
+// and next_output lead to the planes after these, which the loads of these would not bring into the cache.
+template <typename T>
+bool backward_padded(const BackwardJob& job, const Place<T>& plane, int64_t c, int64_t count, int64_t next_input,
+                     int64_t next_output, Sum<T>* buffers, Sums<T>& sums) {
+  constexpr int step = lanes_of<T>, line = 64 / static_cast<int>(sizeof(T));
+  const int64_t elements = job.H * job.W, outputs = job.H_out * job.W, tap_step = job.dilation * job.W;
+  const int64_t above = (job.K - 1) * tap_step - job.padding * job.W, per_channel = (job.K + 1) * step;
+  const Wanted wanted = wanted_of<T>(job);
+  Vec<T> zero = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const T* x = plane.input + i * job.input.stride.c;
+    const T* dy = plane.grad_output + i * job.grad_output.stride.c;
+    for (int64_t at = 0; job.want_weight && at < elements; at += line) __builtin_prefetch(x + next_input + at, 0, 2);
+    for (int64_t at = 0; at < outputs; at += line) __builtin_prefetch(dy + next_output + at, 0, 2);
+    zero += widen_run(dy, outputs, buffers + i * job.padded_size + above);
+    if (job.want_weight) zero += widen_run(x, elements, static_cast<Sum<T>*>(nullptr));
+  }
+  if (any(zero != zero)) return false;
+  for (int64_t at = 0; job.want_bias && at < outputs; at += flush_after * step) {
+    const int64_t n = least(outputs - at, flush_after * step);
+    for (int64_t i = 0; i < count; ++i)
+      add_run<true>(plane.grad_output + i * job.grad_output.stride.c + at, n,
+                    plane.sum + i * per_channel + job.K * step);
+    sums.add(ceil_of(n, step));
+  }
+  for (int64_t at = 0; at < elements && (job.grad_input.data || job.want_weight);) {
+    const int64_t left = elements - at;
+    const int vectors = left > 3 * step ? 4 : left > step ? 2 : 1;
+    const TapRange taps = taps_of_run(job, above, outputs, at, at + vectors * step);
+    const int64_t k = job.K - 1 - taps.begin, count_taps = taps.end - taps.begin;
+    for (int64_t i = 0; i < count; ++i) {
+      const Sum<T>* dy = buffers + i * job.padded_size + at + taps.begin * tap_step;
+      const Place<T> run{plane.input + i * job.input.stride.c + at, nullptr,
+                         static_cast<const Sum<T>*>(job.weight) + (c + i) * job.K + k,
+                         plane.sum + i * per_channel + k * step, plane.grad_input + i * job.grad_input.stride.c + at};
+      if (vectors == 4)
+        backpropagate_padded<4>(wanted, run, dy, tap_step, count_taps, left);
+      else if (vectors == 2)
+        backpropagate_padded<2>(wanted, run, dy, tap_step, count_taps, left);
+      else
+        backpropagate_padded<1>(wanted, run, dy, tap_step, count_taps, left);
+    }
+    sums.add(vectors);
+    at += vectors * step;
+  }
+  return true;
+}
+
 template <typename T>
 void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scratch) {
   constexpr int lanes = lanes_of<T>;
@@ -609,6 +855,9 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
   const int64_t block = job.H_out > 1 ? column_block<T>(job)
                                       : greatest((1 << 14) / (static_cast<int64_t>(sizeof(T)) * m) / 64 * 64, 64);
   const bool together = runs_together<T>(job) && block >= job.W;
+  Sum<T>* buffers = reinterpret_cast<Sum<T>*>(total + job.channel_chunk * per_channel * lanes);
+  for (int64_t i = 0; i < job.padded_planes * job.padded_size; ++i) buffers[i] = 0;
+  buffers += -(((job.K - 1) * job.dilation - job.padding) * job.W) & (lanes - 1);
   const Inner whole{(K - 1) * job.dilation - job.padding, job.H_out - job.padding};
   for (int64_t task = begin; task < end; ++task) {
     const int64_t part = remainder(task, job.row_chunks), groups = quotient(task, job.row_chunks);
@@ -623,10 +872,24 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
     }
     int64_t terms = 0;  // the same for every channel: their planes are alike
     for (int64_t n = n_begin; n < n_end; ++n) {
-      int64_t terms_after = terms;
+      int64_t terms_after = 0, tried_end = c_begin, done_end = c_begin;
       for (int64_t c = c_begin; c < c_end; ++c) {
-        splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + c * m * K, m * K, taps);
         const int64_t at = (c - c_begin) * per_channel * lanes;
+        const Place<T> plane{static_cast<const T*>(job.input.data) + n * in.n + c * in.c,
+                             static_cast<const T*>(job.grad_output.data) + n * out.n + c * m * out.c, taps, sum + at,
+                             static_cast<T*>(job.grad_input.data) + n * grad.n + c * grad.c};
+        if (job.padded_planes && c == tried_end) {
+          const int64_t count = least(job.padded_planes, c_end - c), back = c - c_begin;
+          tried_end = c + count;
+          const bool same = tried_end < c_end || n + 1 == n_end;  // the next planes are this image's, or there are none
+          Sums<T> sums{sum + at, total + at, 1, count * per_channel * lanes, 0, 0, terms};
+          if (backward_padded(job, plane, c, count, same ? count * in.c : in.n - back * in.c,
+                              same ? count * out.c : out.n - back * out.c, buffers, sums))
+            done_end = tried_end;
+          terms_after = greatest(terms_after, sums.terms);
+        }
+        if (c < done_end) continue;
+        splat_weights<T>(static_cast<const Sum<T>*>(job.weight) + c * m * K, m * K, taps);
         Sums<T> sums{sum + at, total + at, 1, per_channel * lanes, 0, 0, terms};
         Rows<T> rows{};
         rows.b.input_step = job.dilation * in.h;
@@ -641,9 +904,6 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
         rows.groups = rows.all_groups = 1;
         rows.all_n = job.W_out;
         rows.bias_sum = sum + at + K * lanes;
-        const Place<T> plane{static_cast<const T*>(job.input.data) + n * in.n + c * in.c,
-                             static_cast<const T*>(job.grad_output.data) + n * out.n + c * m * out.c, taps, sum + at,
-                             static_cast<T*>(job.grad_input.data) + n * grad.n + c * grad.c};
         for (int64_t column = 0; column < greatest(job.W, 1); column += block) {
           rows.place = {plane.input + column, plane.grad_output + column, taps, sum + at, plane.grad_input + column};
           rows.n = least(block, job.W - column);
@@ -655,7 +915,7 @@ void backward_rows(const BackwardJob& job, int64_t begin, int64_t end, char* scr
           if (together) backward_together(job, rows, inner.begin, inner.end, sums);
           backward_tiles<true>(job, rows, inner.end, row_end, sums);
         }
-        terms_after = sums.terms;
+        terms_after = greatest(terms_after, sums.terms);
       }
       terms = terms_after;
     }

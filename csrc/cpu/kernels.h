@@ -23,6 +23,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+constexpr int64_t most_padded_planes = 16;
 constexpr int64_t most_lanes = 16;  // of any instruction set here: channel counts are padded to it
 
 // Rows of taps along the height and the split of the work; the split depends on sizes only, never on threads.
@@ -31,13 +32,15 @@ struct Job {
   int64_t W = 0;  // columns that both sides have
   int64_t stride = 1, padding = 0, dilation = 1;
   bool channels_last = false;
-  bool flat = false;              // rows follow each other without a gap on both sides: neighbours merge
+  bool flat = false;  // rows follow each other without a gap on both sides: neighbours merge
   int64_t batch_chunk = 1, channel_chunk = 1, row_chunk = 1;     // sizes of one task
   int64_t batch_chunks = 1, channel_chunks = 1, row_chunks = 1;  // their number
   // channels_last without gaps between pixels: so many of them make one run of merged_pixels * C channels, whose
   // weights and sums are repeated alike, so that few channels fill vectors too.
   int64_t merged_pixels = 1;
   int64_t padded_channels = 0;  // merged_pixels * C rounded up to most_lanes
+  int64_t padded_planes = 0;    // above 0: so many at a time are copied between rows of zeros
+  int64_t padded_size = 0;      // sums that each takes
   int64_t tasks() const { return batch_chunks * channel_chunks * row_chunks; }
 };
 
@@ -53,10 +56,10 @@ struct ForwardJob : Job {
 struct BackwardJob : Job {
   Operand grad_output, input, grad_input;
   const void* weight = nullptr;
-  int64_t W_out = 0;            // columns of all of grad_output, which grad_bias sums
+  int64_t W_out = 0;  // columns of all of grad_output, which grad_bias sums
   const void* all_grad_output = nullptr;
   bool want_weight = false, want_bias = false;
-  double* partial = nullptr;    // [batch_chunks * row_chunks] of [C_out][K + 1], or of [K + 1][padded_channels]
+  double* partial = nullptr;  // [batch_chunks * row_chunks] of [C_out][K + 1], or of [K + 1][padded_channels]
   int64_t partial_size = 0;
 };
 

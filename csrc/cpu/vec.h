@@ -85,6 +85,15 @@ DEPTHCONV_INLINE V load_part(const Unit* from, int count) {
 // The first `count` lanes to memory, in pieces of halving size; nothing beyond is written.
 template <typename V, typename Unit>
 DEPTHCONV_INLINE void store_part(Unit* to, const V& value, int count) {
+#if VECTOR_BYTES == 64
+  const unsigned mask = (1u << count) - 1;
+  if constexpr (sizeof(Unit) == 8)
+    return _mm512_mask_storeu_epi64(to, static_cast<__mmask8>(mask), bits_as<__m512i>(value));
+  if constexpr (sizeof(Unit) == 4)
+    return _mm512_mask_storeu_epi32(to, static_cast<__mmask16>(mask), bits_as<__m512i>(value));
+  if constexpr (sizeof(Unit) == 2)
+    return _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(mask), bits_as<__m256i>(value));
+#endif
   constexpr int lanes = sizeof(V) / sizeof(Unit);
   Unit lane[lanes];
   store_bits(lane, value);
@@ -168,5 +177,13 @@ DEPTHCONV_INLINE void store(T* to, const Vec<T>& value, int count = 0) {
 }
 template <typename T>
 DEPTHCONV_INLINE Vec<T> splat(Sum<T> value) {
-  return Vec<T>{} + value;
+  return value - Vec<T>{};  // which is value, -0 and NaN included: no arithmetic is left of it
+}
+// Whether a comparison holds for any lane.
+template <typename Mask>
+DEPTHCONV_INLINE bool any(const Mask& mask) {
+  uint64_t word[sizeof(Mask) / 8], some = 0;
+  store_bits(word, mask);
+  for (uint64_t each : word) some |= each;
+  return some != 0;
 }
