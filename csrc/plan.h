@@ -619,7 +619,7 @@ constexpr int bank_gradient_blocks(int filters) { return filters == 4 ? 4 : 6; }
 // would keep sums that no row needs, and would read the input once a filter.
 inline bool plan_bank(ForwardPlan& plan, const Convolution& c, int multiprocessors) {
   const int size = element_size(c.dtype);
-  if (size == 8 || c.W_out < bank_columns || c.spread_w != 1) return false;
+  if (size == 8 || c.K == 0 || c.W_out < bank_columns || c.spread_w != 1) return false;
   BankPlan b;
   const bool gather = c.fold == 1 && (c.H_out <= 4 || (c.multiplier > 1 && c.K <= std::min<int64_t>(c.multiplier, 8)));
   b.spread = !gather && c.H == 1 && c.multiplier == 1 && c.stride.h == 1 && c.dilation.h == 1 &&

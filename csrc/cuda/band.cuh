@@ -202,8 +202,7 @@ __global__ void __launch_bounds__(band_threads, band_blocks(V, Steps, Stride))
                    static_cast<unsigned>(k + 1) < static_cast<unsigned>(p.taps) ? __ldg(tap + p.weight_tap) : none);
   }
   const float bias = p.bias ? widen(__ldg(static_cast<const T*>(p.bias) + channel * p.bias_step)) : 0.f;
-  const int stored = pair / 2 * 4 + pair % 2;  // the first of two columns, two apart, that this lane stores
-  const BandColumn places[2] = {band_column(p, unit, col_group, stored), band_column(p, unit, col_group, stored + 2)};
+  const BandColumn places[2] = {band_column(p, unit, col_group, pair), band_column(p, unit, col_group, pair + 4)};
   T* y[2] = {output_column(places[0]), output_column(places[1])};
   const int64_t y_pitch = row_step * p.output_stride.h;
 
