@@ -11,8 +11,8 @@
 //   padded     small planes without gaps, copied (a few at a time, 16 KB of sums) between rows of zeros: every output
 //              then has all its taps, whatever its row, and a plane is one run of vectors, whatever its width. Only
 //              where all that a zero would meet is finite.
-// Elsewhere taps outside the input are left out, never multiplied by zero. Rows of a tile lie `dilation` apart, so that their
-// windows overlap.
+// Elsewhere taps outside the input are left out, never multiplied by zero. Rows of a tile lie `dilation` apart, so that
+// their windows overlap.
 //
 // Sums for grad_weight and grad_bias: a lane adds at most about 2 * flush_after terms in float, then joins a double.
 
