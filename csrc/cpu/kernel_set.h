@@ -8,8 +8,11 @@
 //   backward   up to four rows of input and grad_input in registers, through which the rows of grad_output move: each
 //              is loaded once a tile for grad_input += weight * grad_output and sum[tap] += input * grad_output, and
 //              a tap's sum is loaded and stored once for all rows of the tile.
-// Taps outside the input are left out, never multiplied by zero. Rows of a tile lie `dilation` apart, so that their
-// windows overlap.
+//   padded     small planes without gaps, copied (a few at a time, 16 KB of sums) between rows of zeros: every output
+//              then has all its taps, whatever its row, and a plane is one run of vectors, whatever its width. Only
+//              where all that a zero would meet is finite.
+// Elsewhere taps outside the input are left out, never multiplied by zero. Rows of a tile lie `dilation` apart, so that
+// their windows overlap.
 //
 // Sums for grad_weight and grad_bias: a lane adds at most about 2 * flush_after terms in float, then joins a double.
 
@@ -44,15 +47,17 @@ DEPTHCONV_INLINE int64_t common_divisor(int64_t a, int64_t b) {
   return a;
 }
 
-// The taps through which input row i reaches the output: i + padding - k * dilation is a multiple of stride.
-DEPTHCONV_INLINE Taps taps_of_input(const Job& job, int64_t i) {
-  const int64_t shared = job.stride == 1 ? 1 : common_divisor(job.stride, job.dilation);
-  const int64_t tap_step = job.stride / shared, row_step = job.dilation / shared;
+// The taps through which input row i reaches the output: i + padding - k * dilation is a multiple of stride. `shared`
+// is the common divisor of stride and dilation; divisions are few, since this comes before every row.
+DEPTHCONV_INLINE Taps taps_of_input(const Job& job, int64_t i, int64_t shared) {
+  const int64_t tap_step = quotient(job.stride, shared), row_step = quotient(job.dilation, shared);
   const Taps none = {0, tap_step, 0, row_step, 0};
-  int64_t tap = 0;
-  while (tap < tap_step && tap < job.K && (i + job.padding - tap * job.dilation) % job.stride != 0) ++tap;
+  int64_t tap = 0, from = i + job.padding, row = 0;
+  for (; tap < tap_step && tap < job.K; ++tap, from -= job.dilation) {
+    row = quotient(from, job.stride);
+    if (row * job.stride == from) break;  // exact, may be negative
+  }
   if (tap == tap_step || tap >= job.K) return none;
-  int64_t row = (i + job.padding - tap * job.dilation) / job.stride;  // exact, may be negative
   if (row >= job.H_out) {
     const int64_t skip = ceil_of(row - job.H_out + 1, row_step);
     if (skip > job.K) return none;
@@ -662,6 +667,7 @@ template <bool shared, typename T>
 void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, int64_t row_end, Sums<T>& sums) {
   constexpr int step = lanes_of<T>;
   const bool single = job.H_out == 1, windows = job.stride == 1 && !single;
+  const int64_t shared_step = job.stride == 1 ? 1 : common_divisor(job.stride, job.dilation);
   const int64_t apart = windows || single ? job.dilation : 1, most = windows || single ? most_rows : 1;
   const int64_t tap_width = rows.b.weight_step, sum_width = rows.b.sum_step;
   for (int64_t base = row_begin; base < row_end; base += most * apart) {
@@ -684,7 +690,7 @@ void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, in
           b.single = true;
         } else {
           count = 1;
-          const Taps t = taps_of_input(job, i);
+          const Taps t = taps_of_input(job, i, shared_step);
           set_taps(b, t.count, 1, 1 - t.count, 0);
           place.grad_output += t.first_row * job.grad_output.stride.h;
           place.weight += t.first_tap * tap_width;
@@ -693,6 +699,9 @@ void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, in
           b.weight_step = t.tap_step * tap_width;
           b.sum_step = t.tap_step * sum_width;
         }
+        // A row that shares no taps with others: neighbouring vectors of it instead.
+        const bool alone = shared && !windows && !b.single && rows.n >= most_rows * step;
+        if (alone) b.input_step = b.grad_step = step;
         place.input += i * job.input.stride.h;
         place.grad_input += i * job.grad_input.stride.h;
         // With one output row no two rows add to the same sum.
@@ -701,9 +710,12 @@ void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, in
         for (int64_t group = 0; group < rows.groups; ++group) {
           for (int64_t at = 0; at < rows.n; at += piece) {
             const int64_t n = least(piece, rows.n - at);
-            backpropagate_rows<shared>(count, rows.wanted, b,
-                                       Place<T>{place.input + at, place.grad_output + at, place.weight, place.sum,
-                                                place.grad_input + at}, n);
+            const Place<T> run{place.input + at, place.grad_output + at, place.weight, place.sum,
+                               place.grad_input + at};
+            if (alone)
+              backpropagate_wanted<most_rows, shared, shared>(rows.wanted, b, run, n);
+            else
+              backpropagate_rows<shared>(count, rows.wanted, b, run, n);
             sums.add(shared ? terms * ceil_of(n, step) : terms);
           }
           place.input += rows.input_group;
