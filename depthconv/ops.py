@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +39,10 @@ Mask = Sequence[bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 # The package has imported _C before, which loads the operators.
-_forward = torch.ops.depthconv._forward.default._op
-_backward = torch.ops.depthconv._backward.default._op
-_public_forward = torch.ops.depthconv.forward.default
-_public_backward = torch.ops.depthconv.backward.default
+_forward: Callable[..., Tensor] = torch.ops.depthconv._forward.default._op
+_backward: Callable[..., Gradients] = torch.ops.depthconv._backward.default._op
+_public_forward: Callable[..., Tensor] = torch.ops.depthconv.forward.default
+_public_backward: Callable[..., Gradients] = torch.ops.depthconv.backward.default
 
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -76,7 +76,12 @@ def _watched() -> bool:
 
 
 def _run_forward(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> Tensor:
     """The convolution by the cheapest way that is right here. Autocast is the caller's."""
     if (
@@ -143,13 +148,17 @@ def _over_output(bias: Tensor, like: Tensor) -> Tensor:
 class _ForwardRules:
     """Derivatives of forward(input, weight, bias, stride, padding, dilation)."""
 
+    if TYPE_CHECKING:
+        apply: ClassVar[Callable[..., Tensor]]
+
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         mask = ctx.needs_input_grad[:3]
         if grad_output is None:
             return (None,) * 6
         input, weight = ctx.saved_tensors
-        return (*_run_backward(grad_output, input, weight, *ctx.geometry, mask), None, None, None)
+        stride, padding, dilation = ctx.geometry
+        return (*_run_backward(grad_output, input, weight, stride, padding, dilation, mask), None, None, None)
 
     @staticmethod
     def jvp(
@@ -170,11 +179,15 @@ class _ForwardRules:
 class _BackwardRules:
     """Derivatives of backward(grad_output, input, weight, stride, padding, dilation, output_mask)."""
 
+    if TYPE_CHECKING:
+        apply: ClassVar[Callable[..., Gradients]]
+
     @staticmethod
     def backward(
         ctx: Any, of_input: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_output, input, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.geometry
         to_grad_output, to_input, to_weight = ctx.needs_input_grad[:3]
         out: list[Tensor | None] = [None] * 7
         if to_grad_output:
@@ -185,9 +198,9 @@ class _BackwardRules:
             elif of_bias is not None:
                 out[0] = _add(out[0], _over_output(of_bias, grad_output))
         if to_input and of_weight is not None:
-            out[1] = _run_backward(grad_output, input, of_weight, *ctx.geometry, (True, False, False))[0]
+            out[1] = _run_backward(grad_output, input, of_weight, stride, padding, dilation, (True, False, False))[0]
         if to_weight and of_input is not None:
-            out[2] = _run_backward(grad_output, of_input, weight, *ctx.geometry, (False, True, False))[1]
+            out[2] = _run_backward(grad_output, of_input, weight, stride, padding, dilation, (False, True, False))[1]
         return tuple(out)
 
     @staticmethod
@@ -195,16 +208,17 @@ class _BackwardRules:
         ctx: Any, grad_output_t: Tensor | None, input_t: Tensor | None, weight_t: Tensor | None, *_: None
     ) -> Gradients:
         grad_output, input, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.geometry
         mask = ctx.output_mask
         out: list[Tensor | None] = [None, None, None]
         if grad_output_t is not None:
-            out = list(_run_backward(grad_output_t, input, weight, *ctx.geometry, mask))
+            out = list(_run_backward(grad_output_t, input, weight, stride, padding, dilation, mask))
         if weight_t is not None and mask[0]:
-            by_weight = _run_backward(grad_output, input, weight_t, *ctx.geometry, (True, False, False))[0]
-            out[0] = _add(out[0], by_weight)
+            by_weight = _run_backward(grad_output, input, weight_t, stride, padding, dilation, (True, False, False))
+            out[0] = _add(out[0], by_weight[0])
         if input_t is not None and mask[1]:
-            by_input = _run_backward(grad_output, input_t, weight, *ctx.geometry, (False, True, False))[1]
-            out[1] = _add(out[1], by_input)
+            by_input = _run_backward(grad_output, input_t, weight, stride, padding, dilation, (False, True, False))
+            out[1] = _add(out[1], by_input[1])
         # PyTorch wants a tangent for every output that is a tensor.
         like = (input, weight, weight[:, 0, 0, 0])
         full = [torch.zeros_like(t) if wanted and o is None else o for o, wanted, t in zip(out, mask, like)]
@@ -420,15 +434,18 @@ def _fake_backward(
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def _cast(device: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _cast(
+    device: str, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tensors as autocast has them for a convolution: floating ones, except float64, in the context's dtype."""
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype)
-        if t is not None and t.device.type == device and t.is_floating_point() and t.dtype != torch.float64
-        else t
-        for t in tensors
-    )
+
+    def cast(t: Tensor) -> Tensor:
+        if t.device.type == device and t.is_floating_point() and t.dtype != torch.float64:
+            return t.to(dtype)
+        return t
+
+    return cast(input), cast(weight), None if bias is None else cast(bias)
 
 
 def _autocast_kernel(device: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
@@ -455,7 +472,8 @@ def _fold(tensor: Tensor, into: int) -> Tensor:
 
 
 def _unfold(tensor: Tensor, count: int, outof: int) -> Tensor:
-    return tensor.unflatten(outof, (count, -1)).movedim(outof, 0)
+    unfolded: Tensor = tensor.unflatten(outof, (count, -1))
+    return unfolded.movedim(outof, 0)
 
 
 def _vmap_forward(
@@ -550,7 +568,7 @@ def as_pair(argument: str, value: Any) -> Pair:
 
 
 def padding_from_string(
-    input: Tensor, weight: Tensor, stride: Pair, padding: str, dilation: Pair
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: str, dilation: Sequence[int]
 ) -> tuple[Tensor, Pair]:
     """'valid' or 'same': the input, for 'same' with a row more at the bottom where the sum is odd, and the padding."""
     if padding not in ("same", "valid"):
@@ -570,9 +588,9 @@ def depthwise_conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Pair = 1,
-    padding: int | Pair | str = 0,
-    dilation: int | Pair = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
 ) -> Tensor:
     """Depthwise convolution with a kernel of height K and width 1, as `F.conv2d` with groups = C computes it.
 
@@ -625,3 +643,96 @@ def depthwise_conv2d(
         if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
             input, weight, bias = _cast(device, input, weight, bias)
     return _run_forward(input, weight, bias, stride, padding, dilation)
+
+
+# torch.jit.script would stop at an annotation or a statement of the function that it cannot read.
+_IN_SCRIPT = (
+    "{} is not for torch.jit.script: script a DepthwiseConv1d or DepthwiseConv2d, "
+    "or call torch.ops.depthconv.forward(input, weight, bias, stride, padding, dilation)"
+)
+setattr(depthwise_conv2d, "__script_unsupported", _IN_SCRIPT.format("depthconv.depthwise_conv2d"))
+
+
+# ---- one axis ------------------------------------------------------------------------------------------------------
+
+
+def as_single(argument: str, value: Any, least: int) -> int:
+    """An int, or a sequence of one, that is at least `least`; TypeError or ValueError naming the argument otherwise."""
+    each = value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
+    if isinstance(each, (tuple, list)):
+        raise ValueError(f"depthconv: {argument} must be an int, but got {value!r}")
+    if not isinstance(each, SymInt):
+        if isinstance(each, (bool, Tensor)) or not hasattr(each, "__index__"):
+            raise TypeError(f"depthconv: {argument} must be an int, but got {value!r}")
+        each = operator.index(each)
+    single: int = each
+    if single < least:
+        raise RuntimeError(f"depthconv: {argument} must be at least {least}, but got {single}")
+    return single
+
+
+def _check_line(input: Any, weight: Any, bias: Any) -> None:
+    """What depthwise_conv2d would say of (C, 1, K, 1) where (C, 1, K) was given."""
+    check_types(input, weight, bias)
+    if isinstance(input, Tensor) and input.dim() not in (2, 3):
+        raise RuntimeError(f"depthconv: input must be (N, C, L) or (C, L), but got size {list(input.shape)}")
+    if isinstance(weight, Tensor) and (weight.dim() != 3 or weight.shape[1] != 1):
+        raise RuntimeError(f"depthconv: weight must be 3-D, (C * multiplier, 1, K), but got size {list(weight.shape)}")
+
+
+def depthwise_conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """Depthwise convolution along one axis, as `F.conv1d` with groups = C computes it: `depthwise_conv2d` of width 1.
+
+    y[n, co, l] = bias[co] + sum over k of weight[co, 0, k] * input[n, co // m, l * stride + k * dilation - padding],
+    with zeros outside the input.
+
+    Args:
+        input: (N, C, L) or (C, L); float32, float64, float16 or bfloat16, on the CPU or a CUDA device. Strides as they
+            come: (N, L, C).transpose(1, 2) is read in place.
+        weight: (C * m, 1, K) with m >= 1 filters a channel; dtype and device of input.
+        bias: (C * m) or None.
+        stride, dilation: an int (or a sequence of one), at least 1.
+        padding: zeros on both sides, an int (or a sequence of one), at least 0; 'valid' for none; 'same' for an output
+            of the input's length (stride 1 only); 'causal' for dilation * (K - 1) zeros on the left alone, so that
+            y[..., l] reads no input beyond l * stride.
+
+    'causal' computes with these zeros on both sides and returns the first (L - 1) // stride + 1 positions, a view: the
+    input is not copied, and dilation * (K - 1) / stride positions more than needed are computed for each (n, c).
+
+    Returns:
+        (N, C * m, L_out), or without N: L_out = (L + 2 * padding - dilation * (K - 1) - 1) // stride + 1. In memory
+        (N, L_out, C * m) where input lies so, (N, L, C), else contiguous (with 'causal', a view of such).
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or with the wrong number of values.
+        RuntimeError: sizes, dtypes or devices that do not fit each other; the message names the argument.
+    """
+    _check_line(input, weight, bias)
+    step, spread = as_single("stride", stride, 1), as_single("dilation", dilation, 1)
+    if padding == "causal":
+        return _causal(input, weight, bias, step, spread, weight.shape[-1])
+    zeros: Pair | str
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ValueError(f"depthconv: padding must be an int, 'same', 'valid' or 'causal', but got {padding!r}")
+        zeros = padding
+    else:
+        zeros = (as_single("padding", padding, 0), 0)
+    y = depthwise_conv2d(input.unsqueeze(-1), weight.unsqueeze(-1), bias, (step, 1), zeros, (spread, 1))
+    return y.squeeze(-1)
+
+
+def _causal(input: Tensor, weight: Tensor, bias: Tensor | None, step: int, spread: int, taps: int) -> Tensor:
+    zeros = (spread * (taps - 1), 0)
+    y = depthwise_conv2d(input.unsqueeze(-1), weight.unsqueeze(-1), bias, (step, 1), zeros, (spread, 1))
+    return y.squeeze(-1)[..., : (input.shape[-1] - 1) // step + 1]
+
+
+setattr(depthwise_conv1d, "__script_unsupported", _IN_SCRIPT.format("depthconv.depthwise_conv1d"))
