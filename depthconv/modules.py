@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
-from .ops import _causal, depthwise_conv1d, depthwise_conv2d
+from .ops import causal_conv1d, depthwise_conv1d, depthwise_conv2d, same_padding
 
 
 if TYPE_CHECKING:
@@ -106,7 +106,11 @@ class DepthwiseConv2d(nn.Conv2d):
             if self.padding_mode != "zeros":
                 input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
                 return depthwise_conv2d(input, weight, bias, self.stride, 0, self.dilation)
-            return depthwise_conv2d(input, weight, bias, self.stride, self.padding, self.dilation)
+            padding = self.padding
+            if padding == "same" and (not isinstance(input, Tensor) or input.dim() in (3, 4)):
+                # Not left to the function, which would look at the weight: torch.fx knows no sizes.
+                input, padding = same_padding(input, self.dilation[0] * (self.kernel_size[0] - 1))
+            return depthwise_conv2d(input, weight, bias, self.stride, padding, self.dilation)
 
 
 class DepthwiseConv1d(nn.Conv1d):
@@ -184,5 +188,9 @@ class DepthwiseConv1d(nn.Conv1d):
                 input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
                 return depthwise_conv1d(input, weight, bias, self.stride, 0, self.dilation)
             if self.padding == "causal":
-                return _causal(input, weight, bias, self.stride[0], self.dilation[0], self.kernel_size[0])
+                return causal_conv1d(input, weight, bias, self.stride[0], self.dilation[0], self.kernel_size[0])
+            if self.padding == "same":  # as in DepthwiseConv2d
+                total = self.dilation[0] * (self.kernel_size[0] - 1)
+                input = F.pad(input, (0, 1)) if total % 2 else input
+                return depthwise_conv1d(input, weight, bias, self.stride, total // 2, self.dilation)
             return depthwise_conv1d(input, weight, bias, self.stride, self.padding, self.dilation)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -578,10 +579,23 @@ def padding_from_string(
         return input, (0, 0)
     if stride[0] != 1 or stride[1] != 1:
         raise RuntimeError("padding='same' is not supported for strided convolutions")
-    total = dilation[0] * (weight.shape[2] - 1)
+    return same_padding(input, dilation[0] * (_constant(weight.shape[2]) - 1))
+
+
+def same_padding(input: Tensor, total: int) -> tuple[Tensor, Pair]:
+    """`total` rows of zeros, half of them above and half below: the input, with the odd one below, and the padding."""
     if total % 2:
         input = F.pad(input, (0, 0, 0, 1))
     return input, (total // 2, 0)
+
+
+def _constant(size: int) -> int:
+    """A kernel's size, which torch.jit.trace would have as a tensor."""
+    if not isinstance(size, Tensor):
+        return size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return int(size)
 
 
 def depthwise_conv2d(
@@ -676,7 +690,7 @@ def _check_line(input: Any, weight: Any, bias: Any) -> None:
     check_types(input, weight, bias)
     if isinstance(input, Tensor) and input.dim() not in (2, 3):
         raise RuntimeError(f"depthconv: input must be (N, C, L) or (C, L), but got size {list(input.shape)}")
-    if isinstance(weight, Tensor) and (weight.dim() != 3 or weight.shape[1] != 1):
+    if isinstance(weight, Tensor) and weight.dim() != 3:
         raise RuntimeError(f"depthconv: weight must be 3-D, (C * multiplier, 1, K), but got size {list(weight.shape)}")
 
 
@@ -717,7 +731,7 @@ def depthwise_conv1d(
     _check_line(input, weight, bias)
     step, spread = as_single("stride", stride, 1), as_single("dilation", dilation, 1)
     if padding == "causal":
-        return _causal(input, weight, bias, step, spread, weight.shape[-1])
+        return causal_conv1d(input, weight, bias, step, spread, _constant(weight.shape[-1]))
     zeros: Pair | str
     if isinstance(padding, str):
         if padding not in ("same", "valid"):
@@ -729,7 +743,8 @@ def depthwise_conv1d(
     return y.squeeze(-1)
 
 
-def _causal(input: Tensor, weight: Tensor, bias: Tensor | None, step: int, spread: int, taps: int) -> Tensor:
+def causal_conv1d(input: Tensor, weight: Tensor, bias: Tensor | None, step: int, spread: int, taps: int) -> Tensor:
+    """depthwise_conv1d with padding='causal', the arguments checked."""
     zeros = (spread * (taps - 1), 0)
     y = depthwise_conv2d(input.unsqueeze(-1), weight.unsqueeze(-1), bias, (step, 1), zeros, (spread, 1))
     return y.squeeze(-1)[..., : (input.shape[-1] - 1) // step + 1]

@@ -117,7 +117,7 @@ def test_wrong_arguments(device: str) -> None:
         (RuntimeError, r"input must be \(N, C, L\)", (x[None], w)),
         (RuntimeError, r"input must be \(N, C, L\)", (x[0, 0], w)),
         (RuntimeError, "weight must be 3-D", (x, w[..., None])),
-        (RuntimeError, "weight must be 3-D", (x, w.transpose(0, 1))),
+        (RuntimeError, "weight must have size 1 in dim", (x, w.transpose(0, 1))),
         (RuntimeError, "weight must have C", (x, w[:3])),
         (RuntimeError, "bias must be", (x, w, x)),
         (RuntimeError, "stride must be at least 1", (x, w, None, 0)),
@@ -193,3 +193,16 @@ def test_autocast(device: str) -> None:
     x = torch.randn(2, 4, 9, device=device)
     with torch.autocast(device, torch.bfloat16):
         assert ours(x).dtype == theirs(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("padding", [2, "same", "valid", "causal"])
+@pytest.mark.parametrize("taps", [3, 4])
+def test_fx(taps: int, padding: int | str, device: str) -> None:
+    """torch.fx traces both modules."""
+    line = DepthwiseConv1d(4, 4, taps, padding=padding, device=device)
+    modules: list[tuple[nn.Module, Tensor]] = [(line, torch.randn(2, 4, 9, device=device))]
+    if padding != "causal":
+        plane = depthconv.DepthwiseConv2d(4, 4, (taps, 1), padding=padding, device=device)
+        modules.append((plane, torch.randn(2, 4, 9, 5, device=device)))
+    for module, x in modules:
+        assert torch.equal(torch.fx.symbolic_trace(module)(x), module(x))
