@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -51,6 +52,9 @@ _function_modes = torch._C._is_torch_function_mode_enabled
 _tracing_state = torch._C._get_tracing_state
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
+
+# The dispatcher leaves out trailing arguments that equal their defaults: kernels have to accept a missing tail.
+_ONE, _ZERO = (1, 1), (0, 0)
 
 # Exactly these types: a subclass (FakeTensor, DTensor, ...) has to see the public operator.
 _PLAIN = frozenset({Tensor, Parameter})
@@ -95,6 +99,9 @@ def _run_forward(
         or _tracing_state() is not None
     ):
         check_types(input, weight, bias)
+        if torch.is_inference_mode_enabled() and _sharded(input, weight, bias):
+            # Inference tensors go past the autograd kernel, which is where DTensors are told apart.
+            return _lower_forward(input, weight, bias, stride, padding, dilation)
         return _public_forward(input, weight, bias, stride, padding, dilation)
     try:
         if (
@@ -272,6 +279,45 @@ class _EagerBackward(_BackwardRules, _SingleLevelFunction):
         return _backward(grad_output, input, weight, *stride, *padding, *dilation, *output_mask)
 
 
+def _sharded(*tensors: Tensor | None) -> bool:
+    """Whether one is a DTensor. No cost for who has none: theirs is a module that nobody has imported then."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
+
+
+def _lower_forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = _ONE,
+    padding: Sequence[int] = _ZERO,
+    dilation: Sequence[int] = _ONE,
+) -> Tensor:
+    """depthconv::forward from below autograd."""
+    if _sharded(input, weight, bias):
+        from . import _sharding
+
+        return _sharding.forward(input, weight, bias, stride, padding, dilation)
+    return _public_forward(input, weight, bias, stride, padding, dilation)
+
+
+def _lower_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_mask: Mask,
+) -> Gradients:
+    """depthconv::backward from below autograd."""
+    if _sharded(grad_output, input, weight):
+        from . import _sharding
+
+        return _sharding.backward(grad_output, input, weight, stride, padding, dilation, output_mask)
+    return _public_backward(grad_output, input, weight, stride, padding, dilation, output_mask)
+
+
 @contextlib.contextmanager
 def _below_autograd() -> Iterator[None]:
     """For an autograd kernel's call of its own operator. The outer levels of torch.func go on recording there."""
@@ -289,7 +335,7 @@ class _RegisteredForward(_ForwardRules, _SingleLevelFunction):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         with _below_autograd():
-            return _public_forward(*arguments)
+            return _lower_forward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -304,7 +350,7 @@ class _RegisteredBackward(_BackwardRules, _SingleLevelFunction):
     @staticmethod
     def forward(*arguments: Any) -> Gradients:
         with _below_autograd():
-            return _public_backward(*arguments)
+            return _lower_backward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -320,10 +366,6 @@ def _records(*tensors: Tensor | None) -> bool:
     return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-# The dispatcher leaves out trailing arguments that equal their defaults: kernels have to accept a missing tail.
-_ONE, _ZERO = (1, 1), (0, 0)
-
-
 def _autograd_forward(
     input: Tensor,
     weight: Tensor,
@@ -335,7 +377,7 @@ def _autograd_forward(
     arguments = (input, weight, bias, stride, padding, dilation)
     if not _records(input, weight, bias):
         with torch._C._AutoDispatchBelowAutograd():
-            return _public_forward(*arguments)
+            return _lower_forward(*arguments)
     with enable_single_level_autograd_function():
         return _RegisteredForward.apply(*arguments)
 
@@ -352,7 +394,7 @@ def _autograd_backward(
     arguments = (grad_output, input, weight, stride, padding, dilation, output_mask)
     if not _records(grad_output, input, weight):
         with torch._C._AutoDispatchBelowAutograd():
-            return _public_backward(*arguments)
+            return _lower_backward(*arguments)
     with enable_single_level_autograd_function():
         return _RegisteredBackward.apply(*arguments)
 
@@ -427,6 +469,15 @@ def _fake_backward(
         input.new_empty_strided(weight.shape, g.grad_weight_stride) if output_mask[1] else None,
         input.new_empty_strided((weight.shape[0],), (1,)) if output_mask[2] else None,
     )
+
+
+def _fake_plain_forward(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: int) -> Tensor:
+    return _fake_forward(input, weight, bias, geometry[0:2], geometry[2:4], geometry[4:6])
+
+
+def _fake_plain_backward(grad_output: Tensor, input: Tensor, weight: Tensor, *rest: int) -> Gradients:
+    mask = (bool(rest[6]), bool(rest[7]), bool(rest[8]))
+    return _fake_backward(grad_output, input, weight, rest[0:2], rest[2:4], rest[4:6], mask)
 
 
 # ---- autocast ------------------------------------------------------------------------------------------------------
@@ -536,6 +587,9 @@ def _vmap_backward(
 _library = torch.library.Library("depthconv", "FRAGMENT")
 torch.library.register_fake("depthconv::forward", _fake_forward, lib=_library)
 torch.library.register_fake("depthconv::backward", _fake_backward, lib=_library)
+# For DTensor, which asks for the size of what it shares out.
+torch.library.register_fake("depthconv::_forward", _fake_plain_forward, lib=_library)
+torch.library.register_fake("depthconv::_backward", _fake_plain_backward, lib=_library)
 torch.library.register_vmap("depthconv::forward", _vmap_forward, lib=_library)
 torch.library.register_vmap("depthconv::backward", _vmap_backward, lib=_library)
 # Not torch.library.register_autograd: it drops the tangents of forward-mode AD without a word and refuses torch.func.
