@@ -10,6 +10,7 @@ Private names of torch used here, all of them also used by torch.library or torc
   _get_tracing_state, _is_any_autocast_enabled, torch.autograd.forward_ad._current_level: whether the short way is open;
 - OpOverload._op: the operator's C function, without OpOverload's Python call around it;
 - torch._C._AutoDispatchBelowAutograd, _ExcludeDispatchKeyGuard: a kernel's call of its own operator further down;
+- __script_unsupported, an attribute of a function: the sentence that torch.jit.script then raises;
 - torch.autograd.function._SingleLevelFunction, torch._functorch.utils.enable_single_level_autograd_function,
   torch._C._functorch.unwrap_if_dead, torch.autograd.forward_ad._set_fwd_grad_enabled: autograd for one level of
   torch.func, as ATen's own operators have it.

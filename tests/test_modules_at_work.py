@@ -275,7 +275,7 @@ def test_grad_scaler_loop(dtype: torch.dtype, device: str, seed: int) -> None:
             losses.append(loss.item())
         runs.append(losses)
     assert runs[1][-1] < runs[1][0]
-    assert runs[1] == pytest.approx(runs[0], rel=0.02)
+    assert runs[1] == pytest.approx(runs[0], rel=0.05)
 
 
 # ---- CUDA graphs and streams ---------------------------------------------------------------------------------------
