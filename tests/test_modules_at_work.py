@@ -157,7 +157,7 @@ def test_share_memory() -> None:
         assert p.is_shared() and torch.equal(p.detach(), was + 1)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "error::torch.jit.TracerWarning")
 def test_script_and_trace(case: tuple[nn.Module, nn.Module, Tensor]) -> None:
     """Both take a module; what they make is saved, loaded and differentiated."""
     ours, _, x = case
