@@ -41,8 +41,9 @@ def forward(
             )
     assert isinstance(input, DTensor)
     height = input.dim() - 2
-    for placement in input.placements:
-        if isinstance(placement, Shard) and placement.dim % input.dim() == height:
+    for axis, placement in enumerate(input.placements):
+        shared = isinstance(placement, Shard) and placement.dim % input.dim() == height
+        if shared and input.device_mesh.size(axis) > 1:
             raise RuntimeError(
                 f"depthconv: input must not be sharded along its height, but has placements {input.placements}: "
                 f"rows at a shard's edge would need those of the next one. Redistribute it first, "

@@ -267,6 +267,8 @@ def dtensor_two_axes(place: Place) -> None:
 def dtensor_height(place: Place) -> None:
     """An input that is shared out along its height: one clear sentence. A gradient that is: gathered, and right."""
     mesh = init_device_mesh(place.device.type, (place.world,))
+    if place.world < 2:
+        return
     x, w = seeded(place, (2, 4, 8 * place.world, 6), (4, 1, 3, 1))
     weight = distribute_tensor(w, mesh, [Replicate()])
     for size, axis in ((x, 2), (x, -2), (x[0], 1)):
