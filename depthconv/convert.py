@@ -82,8 +82,9 @@ def _swap(
             continue
         report.swapped.append(name)
         if not dry_run:
-            # The class is exchanged, not the module: ours have the attributes of nn's and no other, so that parameters, hooks, flags, whatever else was attached, and every reference to the module (a second
-            # place in the tree, a hook's, the caller's own to the model itself) stay as they are.
+            # The class is exchanged, not the module: ours have the attributes of nn's and no other, so that parameters,
+            # hooks, flags, whatever else was attached, and every reference to the module (a second place in the tree, a
+            # hook's, the caller's own to the model itself) stay as they are.
             module.__class__ = targets[type(module)]
     return report
 

@@ -34,7 +34,8 @@ def test_links() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         anchors = {
-            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", text, re.M)
+            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         }
         assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
         for path in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):

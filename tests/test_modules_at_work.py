@@ -83,7 +83,8 @@ def ensemble(module: nn.Module, x: Tensor) -> Any:
         return functional_call(module, (parameters, buffers), (x,))
 
     xs = torch.stack([x, 2 * x, x.flip(0)])
-    return [vmap(call, (0, None))(parameters, x), vmap(call)(parameters, xs), vmap(vmap(call, (None, 0)))(parameters, xs)]
+    unbatched = vmap(vmap(call, (None, 0)))
+    return [vmap(call, (0, None))(parameters, x), vmap(call)(parameters, xs), unbatched(parameters, xs)]
 
 
 def tangents(module: nn.Module, x: Tensor) -> Any:
