@@ -1,6 +1,9 @@
 """Depthwise (K, 1) convolution for PyTorch, on CPU and CUDA.
 
-Shapes are (N, C, H, W) or (C, H, W); the weight is (C * multiplier, 1, K, 1). See `depthwise_conv2d`.
+`depthwise_conv2d` and `DepthwiseConv2d`: input (N, C, H, W) or (C, H, W), weight (C * multiplier, 1, K, 1).
+`depthwise_conv1d` and `DepthwiseConv1d`: the same of width 1, input (N, C, L) or (C, L), weight (C * multiplier, 1, K).
+`convert` puts them into a model that has nn.Conv2d and nn.Conv1d, `unconvert` takes them out. `explain` names the
+kernels of a problem; `build_info` says how this build was made.
 """
 
 from __future__ import annotations
@@ -42,16 +45,18 @@ except (ImportError, OSError) as error:
 
 from .convert import ConversionReport, convert, unconvert
 from .explain import Explanation, explain
-from .modules import DepthwiseConv2d
-from .ops import depthwise_conv2d
+from .modules import DepthwiseConv1d, DepthwiseConv2d
+from .ops import depthwise_conv1d, depthwise_conv2d
 
 __all__ = [
     "ConversionReport",
+    "DepthwiseConv1d",
     "DepthwiseConv2d",
     "Explanation",
     "__version__",
     "build_info",
     "convert",
+    "depthwise_conv1d",
     "depthwise_conv2d",
     "explain",
     "unconvert",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import bench
+from . import bench, build_info
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PARTS = ["check", "speed", "host"]
@@ -42,8 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--device must be cpu, cuda or cuda:N, but got {device}")
     if kind == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {device}: this torch ({torch.__version__}) sees no CUDA device")
-    if kind == "cuda" and not bench.build_info()["cuda"]:
-        parser.error(f"--device {device}: this build of depthconv has no CUDA kernels ({bench.build_info()['reason']})")
+    if kind == "cuda" and not build_info()["cuda"]:
+        parser.error(f"--device {device}: this build of depthconv has no CUDA kernels ({build_info()['reason']})")
     if options.plot and "speed" not in (options.part or PARTS):
         parser.error("--plot draws the part speed, which --part leaves out")
     try:

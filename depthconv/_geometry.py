@@ -92,7 +92,7 @@ def output_size(
     channels, rows, columns = input[-3:]
     if channels < 1:
         raise RuntimeError(f"depthconv: input must have at least one channel, but got size {_show(input)}")
-    if filters < 1 or filters % channels != 0:
+    if filters < 1 or filters % channels != 0:  # type: ignore[operator]
         raise RuntimeError(
             f"depthconv: weight must have C * multiplier filters for the C = {channels} channels of input, "
             f"but got size {_show(weight)}"

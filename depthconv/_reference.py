@@ -141,7 +141,7 @@ def check(
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     cases = FIXED + list(random_cases(count, draw))
-    rows = {
+    rows: dict[tuple[torch.dtype, str], dict[str, Any]] = {
         (dtype, name): {
             "dtype": str(dtype).removeprefix("torch."),
             "result": name,

@@ -37,6 +37,8 @@ PEERS = {
     "channels_last": "F.conv2d, channels_last",
     "cudnn": "cuDNN, benchmark on",
     "compiled": "shifted sum, torch.compile",
+    "conv1d": "F.conv1d",  # lines of width 1
+    "causal_conv1d": "causal-conv1d",  # of these, short ones of stride 1, where that package is installed
 }
 CPU_BYTES = 2 * 8 * 8 * 512 * 512 * 4  # x and y together: 8x8x512x512 in float32
 
@@ -90,6 +92,16 @@ class Problem:
         cols = (width + 2 * self.padding[1] - 1) // self.stride[1] + 1
         return n, c * self.multiplier, rows, cols
 
+    @property
+    def is_line(self) -> bool:
+        """Whether this is a convolution along one axis: width 1 in and out."""
+        return self.size[3] == self.output_size[3] == 1
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the package causal-conv1d knows the kernel: 2 to 4 taps, stride, dilation and multiplier 1."""
+        return self.kernel_size in (2, 3, 4) and (self.stride[0], self.dilation[0], self.multiplier) == (1, 1, 1)
+
     def elements_read(self, itemsize: int) -> int:
         """Elements of x that must be read: rows that some tap reads, and of those each 32-byte sector with a column."""
         n, c, height, width = self.size
@@ -141,7 +153,9 @@ def fact_of(path: str, key: str, read: Callable[[str], Any]) -> Any:
 class CudaClock:
     """GPU time of one call in seconds, with a cold L2 cache."""
 
-    summary = staticmethod(statistics.median)
+    @staticmethod
+    def summary(values: list[float]) -> float:
+        return statistics.median(values)
 
     def __init__(self, device: torch.device) -> None:
         self.properties = torch.cuda.get_device_properties(device)
@@ -159,7 +173,7 @@ class CudaClock:
 
         def finish() -> float:
             after.synchronize()
-            return before.elapsed_time(after) / 1e3
+            return float(before.elapsed_time(after)) / 1e3
 
         return finish
 
@@ -183,7 +197,9 @@ class CudaClock:
 class CpuClock:
     """Wall time of one call in seconds."""
 
-    summary = staticmethod(min)
+    @staticmethod
+    def summary(values: list[float]) -> float:
+        return min(values)
 
     def start(self, call: Call) -> Callable[[], float]:
         begun = time.perf_counter()
@@ -236,6 +252,16 @@ def shifted_sum(x: Tensor, w: Tensor, problem: Problem) -> Tensor:
     return sum(terms[1:], terms[0])
 
 
+def causal_conv1d() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The function of the package causal-conv1d, where it is installed and loads."""
+    try:
+        from causal_conv1d import causal_conv1d_fn
+    except (ImportError, OSError):
+        return None
+    function: Callable[[Tensor, Tensor], Tensor] = causal_conv1d_fn
+    return function
+
+
 def convolutions(problem: Problem, device: torch.device, peers: str) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """The functions of (x, w) that are compared: ours first, then F.conv2d and the other peers."""
     geometry = (problem.stride, problem.padding, problem.dilation)
@@ -243,9 +269,24 @@ def convolutions(problem: Problem, device: torch.device, peers: str) -> dict[str
     def conv2d(x: Tensor, w: Tensor) -> Tensor:
         return F.conv2d(x, w, None, *geometry, groups=problem.size[1])
 
-    functions = {"depthconv": lambda x, w: depthwise_conv2d(x, w, None, *geometry), "conv2d": conv2d}
+    functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "depthconv": lambda x, w: depthwise_conv2d(x, w, None, *geometry),
+        "conv2d": conv2d,
+    }
     if peers == "all" or device.type == "cpu":
         functions["channels_last"] = conv2d
+    if problem.is_line:
+        stride, padding, dilation = (values[0] for values in geometry)
+
+        def conv1d(x: Tensor, w: Tensor) -> Tensor:
+            y = F.conv1d(x.squeeze(-1), w.squeeze(-1), None, stride, padding, dilation, problem.size[1])
+            return y.unsqueeze(-1)
+
+        functions["conv1d"] = conv1d
+        causal = causal_conv1d()
+        if causal is not None and device.type == "cuda" and problem.is_short:
+            # As many outputs as inputs, whatever the padding: up to K - 1 more or fewer than the others make.
+            functions["causal_conv1d"] = lambda x, w: causal(x.squeeze(-1), w[:, 0, :, 0]).unsqueeze(-1)
     if peers == "all":
         if device.type == "cuda" and torch.backends.cudnn.is_available():
             functions["cudnn"] = lambda x, w: torch.ops.aten.cudnn_convolution(
@@ -298,6 +339,8 @@ def calls_for(
             return lambda: function(own_x, w)
         leaves = (own_x.detach().requires_grad_(), w.detach().requires_grad_())
         y = function(*leaves)
+        if y.shape != own_dy.shape:
+            own_dy = torch.randn_like(y)
         return lambda: torch.autograd.grad(y, leaves, own_dy, retain_graph=True)
 
     calls: dict[str, Call] = {}

@@ -1,4 +1,4 @@
-"""`convert` and `unconvert`: depthwise (K, 1) convolutions of a model to DepthwiseConv2d and back, in place."""
+"""`convert` and `unconvert`: a model's depthwise (K, 1) and depthwise 1-D convolutions to ours and back, in place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .modules import DepthwiseConv2d
+from .modules import DepthwiseConv1d, DepthwiseConv2d
 
+# What takes the place of what: exactly these types.
+_OURS: dict[type[nn.Module], type[nn.Module]] = {nn.Conv1d: DepthwiseConv1d, nn.Conv2d: DepthwiseConv2d}
+_THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -41,17 +44,17 @@ def _is_convolution(module: nn.Module) -> bool:
 
 
 def _reason_against(module: nn.Module) -> str | None:
-    """Why a convolution cannot become a DepthwiseConv2d; None where it can."""
+    """Why a convolution cannot become one of ours; None where it can."""
     kind = type(module)
-    if kind is DepthwiseConv2d:
-        return "is a DepthwiseConv2d already"
+    if kind in _THEIRS:
+        return f"is a {kind.__name__} already"
     if nn.utils.parametrize.is_parametrized(module):
         return "has a parametrization, which made a class of its own for it: convert before registering that"
-    if kind is not nn.Conv2d:
-        return f"is a {kind.__module__}.{kind.__qualname__}, not exactly torch.nn.Conv2d"
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d)) or kind not in _OURS:
+        return f"is a {kind.__module__}.{kind.__qualname__}, not exactly torch.nn.Conv1d or torch.nn.Conv2d"
     if module.groups != module.in_channels:
         return f"is not depthwise: groups {module.groups}, in_channels {module.in_channels}"
-    if module.kernel_size[1] != 1:
+    if module.kernel_size[1:] not in ((), (1,)):
         return f"has kernel size {tuple(module.kernel_size)}, not (K, 1)"
     if "_conv_forward" in vars(module):
         return "has a _conv_forward of its own"
@@ -64,9 +67,12 @@ def _reason_against(module: nn.Module) -> str | None:
 
 
 def _swap(
-    model: nn.Module, target: type[nn.Module], reason_against: Callable[[nn.Module], str | None], dry_run: bool
+    model: nn.Module,
+    targets: dict[type[nn.Module], type[nn.Module]],
+    reason_against: Callable[[nn.Module], str | None],
+    dry_run: bool,
 ) -> ConversionReport:
-    report = ConversionReport(target.__name__, dry_run)
+    report = ConversionReport(" or ".join(target.__name__ for target in targets.values()), dry_run)
     for name, module in model.named_modules():
         if not _is_convolution(module):
             continue
@@ -76,34 +82,41 @@ def _swap(
             continue
         report.swapped.append(name)
         if not dry_run:
-            # The class is exchanged, not the module: a DepthwiseConv2d has an nn.Conv2d's attributes and no other, so
-            # that parameters, hooks, flags, whatever else was attached, and every reference to the module (a second
-            # place in the tree, a hook's, the caller's own to the model itself) stay as they are.
-            module.__class__ = target
+            # The class is exchanged, not the module: ours have the attributes of nn's and no other, so that parameters,
+            # hooks, flags, whatever else was attached, and every reference to the module (a second place in the tree, a
+            # hook's, the caller's own to the model itself) stay as they are.
+            module.__class__ = targets[type(module)]
     return report
 
 
 def convert(model: nn.Module, dry_run: bool = False) -> ConversionReport:
-    """Turn each depthwise (K, 1) `nn.Conv2d` of a model, the model itself included, into a `DepthwiseConv2d`, in place.
+    """Turn a model's depthwise (K, 1) and depthwise 1-D convolutions, the model itself included, into ours, in place.
 
-    Swapped are modules whose type is exactly nn.Conv2d, with groups == in_channels and kernel width 1. Nothing is
-    copied: parameters, hooks and the state_dict's keys stay the same. With dry_run=True the model stays as it is.
+    Swapped are modules whose type is exactly nn.Conv2d, with groups == in_channels and kernel width 1, and exactly
+    nn.Conv1d, with groups == in_channels. Nothing is copied: parameters, hooks and the state_dict's keys stay the same.
+    With dry_run=True the model stays as it is, and the report says what would be done.
 
     Returns a report: `swapped` names, `left` convolutions with the reason, and both as text by `str`.
+    Raises TypeError where model is no module.
     """
     _check_module(model)
-    return _swap(model, DepthwiseConv2d, _reason_against, dry_run)
+    return _swap(model, _OURS, _reason_against, dry_run)
 
 
 def unconvert(model: nn.Module, dry_run: bool = False) -> ConversionReport:
-    """Turn each `DepthwiseConv2d` of a model back into an `nn.Conv2d`, in place; the reverse of `convert`."""
+    """Turn each `DepthwiseConv1d` and `DepthwiseConv2d` of a model back into nn's, in place; the reverse of `convert`.
+
+    A DepthwiseConv1d with padding='causal' is left: nn.Conv1d has no such padding.
+    """
     _check_module(model)
 
     def reason_against(module: nn.Module) -> str | None:
         kind = type(module)
-        return None if kind is DepthwiseConv2d else f"is a {kind.__module__}.{kind.__qualname__}"
+        if kind not in _THEIRS:
+            return f"is a {kind.__module__}.{kind.__qualname__}"
+        return "has padding='causal', which nn.Conv1d has not" if module.padding == "causal" else None
 
-    return _swap(model, nn.Conv2d, reason_against, dry_run)
+    return _swap(model, _THEIRS, reason_against, dry_run)
 
 
 def _check_module(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,6 @@ from torch import Tensor
 
 from . import _C
 from .ops import as_pair, check_types, padding_from_string
-
-Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ def explain(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Pair = 1,
-    padding: int | Pair | str = 0,
-    dilation: int | Pair = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
 ) -> Explanation:
     """Which kernels `depthwise_conv2d` with these arguments would run forward and backward, and why; it runs none.
 

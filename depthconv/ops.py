@@ -10,6 +10,7 @@ Private names of torch used here, all of them also used by torch.library or torc
   _get_tracing_state, _is_any_autocast_enabled, torch.autograd.forward_ad._current_level: whether the short way is open;
 - OpOverload._op: the operator's C function, without OpOverload's Python call around it;
 - torch._C._AutoDispatchBelowAutograd, _ExcludeDispatchKeyGuard: a kernel's call of its own operator further down;
+- __script_unsupported, an attribute of a function: the sentence that torch.jit.script then raises;
 - torch.autograd.function._SingleLevelFunction, torch._functorch.utils.enable_single_level_autograd_function,
   torch._C._functorch.unwrap_if_dead, torch.autograd.forward_ad._set_fwd_grad_enabled: autograd for one level of
   torch.func, as ATen's own operators have it.
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +42,10 @@ Mask = Sequence[bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 # The package has imported _C before, which loads the operators.
-_forward = torch.ops.depthconv._forward.default._op
-_backward = torch.ops.depthconv._backward.default._op
-_public_forward = torch.ops.depthconv.forward.default
-_public_backward = torch.ops.depthconv.backward.default
+_forward: Callable[..., Tensor] = torch.ops.depthconv._forward.default._op
+_backward: Callable[..., Gradients] = torch.ops.depthconv._backward.default._op
+_public_forward: Callable[..., Tensor] = torch.ops.depthconv.forward.default
+_public_backward: Callable[..., Gradients] = torch.ops.depthconv.backward.default
 
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -50,6 +53,9 @@ _function_modes = torch._C._is_torch_function_mode_enabled
 _tracing_state = torch._C._get_tracing_state
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
+
+# The dispatcher leaves out trailing arguments that equal their defaults: kernels have to accept a missing tail.
+_ONE, _ZERO = (1, 1), (0, 0)
 
 # Exactly these types: a subclass (FakeTensor, DTensor, ...) has to see the public operator.
 _PLAIN = frozenset({Tensor, Parameter})
@@ -76,7 +82,12 @@ def _watched() -> bool:
 
 
 def _run_forward(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> Tensor:
     """The convolution by the cheapest way that is right here. Autocast is the caller's."""
     if (
@@ -89,6 +100,9 @@ def _run_forward(
         or _tracing_state() is not None
     ):
         check_types(input, weight, bias)
+        if torch.is_inference_mode_enabled() and _sharded(input, weight, bias):
+            # Inference tensors go past the autograd kernel, which is where DTensors are told apart.
+            return _lower_forward(input, weight, bias, stride, padding, dilation)
         return _public_forward(input, weight, bias, stride, padding, dilation)
     try:
         if (
@@ -143,13 +157,17 @@ def _over_output(bias: Tensor, like: Tensor) -> Tensor:
 class _ForwardRules:
     """Derivatives of forward(input, weight, bias, stride, padding, dilation)."""
 
+    if TYPE_CHECKING:
+        apply: ClassVar[Callable[..., Tensor]]
+
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         mask = ctx.needs_input_grad[:3]
         if grad_output is None:
             return (None,) * 6
         input, weight = ctx.saved_tensors
-        return (*_run_backward(grad_output, input, weight, *ctx.geometry, mask), None, None, None)
+        stride, padding, dilation = ctx.geometry
+        return (*_run_backward(grad_output, input, weight, stride, padding, dilation, mask), None, None, None)
 
     @staticmethod
     def jvp(
@@ -170,11 +188,15 @@ class _ForwardRules:
 class _BackwardRules:
     """Derivatives of backward(grad_output, input, weight, stride, padding, dilation, output_mask)."""
 
+    if TYPE_CHECKING:
+        apply: ClassVar[Callable[..., Gradients]]
+
     @staticmethod
     def backward(
         ctx: Any, of_input: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_output, input, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.geometry
         to_grad_output, to_input, to_weight = ctx.needs_input_grad[:3]
         out: list[Tensor | None] = [None] * 7
         if to_grad_output:
@@ -185,9 +207,9 @@ class _BackwardRules:
             elif of_bias is not None:
                 out[0] = _add(out[0], _over_output(of_bias, grad_output))
         if to_input and of_weight is not None:
-            out[1] = _run_backward(grad_output, input, of_weight, *ctx.geometry, (True, False, False))[0]
+            out[1] = _run_backward(grad_output, input, of_weight, stride, padding, dilation, (True, False, False))[0]
         if to_weight and of_input is not None:
-            out[2] = _run_backward(grad_output, of_input, weight, *ctx.geometry, (False, True, False))[1]
+            out[2] = _run_backward(grad_output, of_input, weight, stride, padding, dilation, (False, True, False))[1]
         return tuple(out)
 
     @staticmethod
@@ -195,16 +217,17 @@ class _BackwardRules:
         ctx: Any, grad_output_t: Tensor | None, input_t: Tensor | None, weight_t: Tensor | None, *_: None
     ) -> Gradients:
         grad_output, input, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.geometry
         mask = ctx.output_mask
         out: list[Tensor | None] = [None, None, None]
         if grad_output_t is not None:
-            out = list(_run_backward(grad_output_t, input, weight, *ctx.geometry, mask))
+            out = list(_run_backward(grad_output_t, input, weight, stride, padding, dilation, mask))
         if weight_t is not None and mask[0]:
-            by_weight = _run_backward(grad_output, input, weight_t, *ctx.geometry, (True, False, False))[0]
-            out[0] = _add(out[0], by_weight)
+            by_weight = _run_backward(grad_output, input, weight_t, stride, padding, dilation, (True, False, False))
+            out[0] = _add(out[0], by_weight[0])
         if input_t is not None and mask[1]:
-            by_input = _run_backward(grad_output, input_t, weight, *ctx.geometry, (False, True, False))[1]
-            out[1] = _add(out[1], by_input)
+            by_input = _run_backward(grad_output, input_t, weight, stride, padding, dilation, (False, True, False))
+            out[1] = _add(out[1], by_input[1])
         # PyTorch wants a tangent for every output that is a tensor.
         like = (input, weight, weight[:, 0, 0, 0])
         full = [torch.zeros_like(t) if wanted and o is None else o for o, wanted, t in zip(out, mask, like)]
@@ -257,6 +280,45 @@ class _EagerBackward(_BackwardRules, _SingleLevelFunction):
         return _backward(grad_output, input, weight, *stride, *padding, *dilation, *output_mask)
 
 
+def _sharded(*tensors: Tensor | None) -> bool:
+    """Whether one is a DTensor. No cost for who has none: theirs is a module that nobody has imported then."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
+
+
+def _lower_forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = _ONE,
+    padding: Sequence[int] = _ZERO,
+    dilation: Sequence[int] = _ONE,
+) -> Tensor:
+    """depthconv::forward from below autograd."""
+    if _sharded(input, weight, bias):
+        from . import _sharding
+
+        return _sharding.forward(input, weight, bias, stride, padding, dilation)
+    return _public_forward(input, weight, bias, stride, padding, dilation)
+
+
+def _lower_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_mask: Mask,
+) -> Gradients:
+    """depthconv::backward from below autograd."""
+    if _sharded(grad_output, input, weight):
+        from . import _sharding
+
+        return _sharding.backward(grad_output, input, weight, stride, padding, dilation, output_mask)
+    return _public_backward(grad_output, input, weight, stride, padding, dilation, output_mask)
+
+
 @contextlib.contextmanager
 def _below_autograd() -> Iterator[None]:
     """For an autograd kernel's call of its own operator. The outer levels of torch.func go on recording there."""
@@ -274,7 +336,7 @@ class _RegisteredForward(_ForwardRules, _SingleLevelFunction):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         with _below_autograd():
-            return _public_forward(*arguments)
+            return _lower_forward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -289,7 +351,7 @@ class _RegisteredBackward(_BackwardRules, _SingleLevelFunction):
     @staticmethod
     def forward(*arguments: Any) -> Gradients:
         with _below_autograd():
-            return _public_backward(*arguments)
+            return _lower_backward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -305,10 +367,6 @@ def _records(*tensors: Tensor | None) -> bool:
     return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-# The dispatcher leaves out trailing arguments that equal their defaults: kernels have to accept a missing tail.
-_ONE, _ZERO = (1, 1), (0, 0)
-
-
 def _autograd_forward(
     input: Tensor,
     weight: Tensor,
@@ -320,7 +378,7 @@ def _autograd_forward(
     arguments = (input, weight, bias, stride, padding, dilation)
     if not _records(input, weight, bias):
         with torch._C._AutoDispatchBelowAutograd():
-            return _public_forward(*arguments)
+            return _lower_forward(*arguments)
     with enable_single_level_autograd_function():
         return _RegisteredForward.apply(*arguments)
 
@@ -337,7 +395,7 @@ def _autograd_backward(
     arguments = (grad_output, input, weight, stride, padding, dilation, output_mask)
     if not _records(grad_output, input, weight):
         with torch._C._AutoDispatchBelowAutograd():
-            return _public_backward(*arguments)
+            return _lower_backward(*arguments)
     with enable_single_level_autograd_function():
         return _RegisteredBackward.apply(*arguments)
 
@@ -414,21 +472,33 @@ def _fake_backward(
     )
 
 
+def _fake_plain_forward(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: int) -> Tensor:
+    return _fake_forward(input, weight, bias, geometry[0:2], geometry[2:4], geometry[4:6])
+
+
+def _fake_plain_backward(grad_output: Tensor, input: Tensor, weight: Tensor, *rest: int) -> Gradients:
+    mask = (bool(rest[6]), bool(rest[7]), bool(rest[8]))
+    return _fake_backward(grad_output, input, weight, rest[0:2], rest[2:4], rest[4:6], mask)
+
+
 # ---- autocast ------------------------------------------------------------------------------------------------------
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def _cast(device: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _cast(
+    device: str, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tensors as autocast has them for a convolution: floating ones, except float64, in the context's dtype."""
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype)
-        if t is not None and t.device.type == device and t.is_floating_point() and t.dtype != torch.float64
-        else t
-        for t in tensors
-    )
+
+    def cast(t: Tensor) -> Tensor:
+        if t.device.type == device and t.is_floating_point() and t.dtype != torch.float64:
+            return t.to(dtype)
+        return t
+
+    return cast(input), cast(weight), None if bias is None else cast(bias)
 
 
 def _autocast_kernel(device: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
@@ -455,7 +525,8 @@ def _fold(tensor: Tensor, into: int) -> Tensor:
 
 
 def _unfold(tensor: Tensor, count: int, outof: int) -> Tensor:
-    return tensor.unflatten(outof, (count, -1)).movedim(outof, 0)
+    unfolded: Tensor = tensor.unflatten(outof, (count, -1))
+    return unfolded.movedim(outof, 0)
 
 
 def _vmap_forward(
@@ -517,6 +588,9 @@ def _vmap_backward(
 _library = torch.library.Library("depthconv", "FRAGMENT")
 torch.library.register_fake("depthconv::forward", _fake_forward, lib=_library)
 torch.library.register_fake("depthconv::backward", _fake_backward, lib=_library)
+# For DTensor, which asks for the size of what it shares out.
+torch.library.register_fake("depthconv::_forward", _fake_plain_forward, lib=_library)
+torch.library.register_fake("depthconv::_backward", _fake_plain_backward, lib=_library)
 torch.library.register_vmap("depthconv::forward", _vmap_forward, lib=_library)
 torch.library.register_vmap("depthconv::backward", _vmap_backward, lib=_library)
 # Not torch.library.register_autograd: it drops the tangents of forward-mode AD without a word and refuses torch.func.
@@ -550,7 +624,7 @@ def as_pair(argument: str, value: Any) -> Pair:
 
 
 def padding_from_string(
-    input: Tensor, weight: Tensor, stride: Pair, padding: str, dilation: Pair
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: str, dilation: Sequence[int]
 ) -> tuple[Tensor, Pair]:
     """'valid' or 'same': the input, for 'same' with a row more at the bottom where the sum is odd, and the padding."""
     if padding not in ("same", "valid"):
@@ -560,19 +634,32 @@ def padding_from_string(
         return input, (0, 0)
     if stride[0] != 1 or stride[1] != 1:
         raise RuntimeError("padding='same' is not supported for strided convolutions")
-    total = dilation[0] * (weight.shape[2] - 1)
+    return same_padding(input, dilation[0] * (_constant(weight.shape[2]) - 1))
+
+
+def same_padding(input: Tensor, total: int) -> tuple[Tensor, Pair]:
+    """`total` rows of zeros, half of them above and half below: the input, with the odd one below, and the padding."""
     if total % 2:
         input = F.pad(input, (0, 0, 0, 1))
     return input, (total // 2, 0)
+
+
+def _constant(size: int) -> int:
+    """A kernel's size, which torch.jit.trace would have as a tensor."""
+    if not isinstance(size, Tensor):
+        return size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return int(size)
 
 
 def depthwise_conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Pair = 1,
-    padding: int | Pair | str = 0,
-    dilation: int | Pair = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
 ) -> Tensor:
     """Depthwise convolution with a kernel of height K and width 1, as `F.conv2d` with groups = C computes it.
 
@@ -625,3 +712,97 @@ def depthwise_conv2d(
         if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
             input, weight, bias = _cast(device, input, weight, bias)
     return _run_forward(input, weight, bias, stride, padding, dilation)
+
+
+# torch.jit.script would stop at an annotation or a statement of the function that it cannot read.
+_IN_SCRIPT = (
+    "{} is not for torch.jit.script: script a DepthwiseConv1d or DepthwiseConv2d, "
+    "or call torch.ops.depthconv.forward(input, weight, bias, stride, padding, dilation)"
+)
+setattr(depthwise_conv2d, "__script_unsupported", _IN_SCRIPT.format("depthconv.depthwise_conv2d"))
+
+
+# ---- one axis ------------------------------------------------------------------------------------------------------
+
+
+def as_single(argument: str, value: Any, least: int) -> int:
+    """An int, or a sequence of one, that is at least `least`; TypeError or ValueError naming the argument otherwise."""
+    each = value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
+    if isinstance(each, (tuple, list)):
+        raise ValueError(f"depthconv: {argument} must be an int, but got {value!r}")
+    if not isinstance(each, SymInt):
+        if isinstance(each, (bool, Tensor)) or not hasattr(each, "__index__"):
+            raise TypeError(f"depthconv: {argument} must be an int, but got {value!r}")
+        each = operator.index(each)
+    single: int = each
+    if single < least:
+        raise RuntimeError(f"depthconv: {argument} must be at least {least}, but got {single}")
+    return single
+
+
+def _check_line(input: Any, weight: Any, bias: Any) -> None:
+    """What depthwise_conv2d would say of (C, 1, K, 1) where (C, 1, K) was given."""
+    check_types(input, weight, bias)
+    if isinstance(input, Tensor) and input.dim() not in (2, 3):
+        raise RuntimeError(f"depthconv: input must be (N, C, L) or (C, L), but got size {list(input.shape)}")
+    if isinstance(weight, Tensor) and weight.dim() != 3:
+        raise RuntimeError(f"depthconv: weight must be 3-D, (C * multiplier, 1, K), but got size {list(weight.shape)}")
+
+
+def depthwise_conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """Depthwise convolution along one axis, as `F.conv1d` with groups = C computes it: `depthwise_conv2d` of width 1.
+
+    y[n, co, l] = bias[co] + sum over k of weight[co, 0, k] * input[n, co // m, l * stride + k * dilation - padding],
+    with zeros outside the input.
+
+    Args:
+        input: (N, C, L) or (C, L); float32, float64, float16 or bfloat16, on the CPU or a CUDA device. Strides as they
+            come: (N, L, C).transpose(1, 2) is read in place.
+        weight: (C * m, 1, K) with m >= 1 filters a channel; dtype and device of input.
+        bias: (C * m) or None.
+        stride, dilation: an int (or a sequence of one), at least 1.
+        padding: zeros on both sides, an int (or a sequence of one), at least 0; 'valid' for none; 'same' for an output
+            of the input's length (stride 1 only); 'causal' for dilation * (K - 1) zeros on the left alone, so that
+            y[..., l] reads no input beyond l * stride.
+
+    'causal' computes with these zeros on both sides and returns the first (L - 1) // stride + 1 positions, a view: the
+    input is not copied, and dilation * (K - 1) / stride positions more than needed are computed for each (n, c).
+
+    Returns:
+        (N, C * m, L_out), or without N: L_out = (L + 2 * padding - dilation * (K - 1) - 1) // stride + 1. In memory
+        (N, L_out, C * m) where input lies so, (N, L, C), else contiguous (with 'causal', a view of such).
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or with the wrong number of values.
+        RuntimeError: sizes, dtypes or devices that do not fit each other; the message names the argument.
+    """
+    _check_line(input, weight, bias)
+    step, spread = as_single("stride", stride, 1), as_single("dilation", dilation, 1)
+    if padding == "causal":
+        return causal_conv1d(input, weight, bias, step, spread, _constant(weight.shape[-1]))
+    zeros: Pair | str
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ValueError(f"depthconv: padding must be an int, 'same', 'valid' or 'causal', but got {padding!r}")
+        zeros = padding
+    else:
+        zeros = (as_single("padding", padding, 0), 0)
+    y = depthwise_conv2d(input.unsqueeze(-1), weight.unsqueeze(-1), bias, (step, 1), zeros, (spread, 1))
+    return y.squeeze(-1)
+
+
+def causal_conv1d(input: Tensor, weight: Tensor, bias: Tensor | None, step: int, spread: int, taps: int) -> Tensor:
+    """depthwise_conv1d with padding='causal', the arguments checked."""
+    zeros = (spread * (taps - 1), 0)
+    y = depthwise_conv2d(input.unsqueeze(-1), weight.unsqueeze(-1), bias, (step, 1), zeros, (spread, 1))
+    return y.squeeze(-1)[..., : (input.shape[-1] - 1) // step + 1]
+
+
+setattr(depthwise_conv1d, "__script_unsupported", _IN_SCRIPT.format("depthconv.depthwise_conv1d"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ TINY = [
     {"from": "a slice, strided", "x": [2, 4, 20, 15], "slice_of": 6, "k": 5, "stride": [2, 2], "dilation": [2, 1]},
     {"from": "multiplier", "x": [1, 3, 12, 9], "k": 12, "multiplier": 2},
     {"from": "channels_last", "x": [2, 8, 10, 7], "k": 7, "padding": [3, 0], "channels_last": True},
+    {"from": "a line", "x": [2, 4, 20, 1], "k": 4, "padding": [3, 0]},
 ]
 ROW = {"ms": {"depthconv": 2.0, "conv2d": 8.0, "reference": 1.0}, "bytes": 2_000_000_000, "invalid": None}
 
@@ -127,7 +131,10 @@ def test_run_times_every_line_both_ways(device: str):
     ]
     for row in rows:
         expected = {"depthconv", "conv2d", "reference"} | ({"channels_last"} if device == "cpu" else set())
-        assert set(row["ms"]) == expected | ({"operator"} if row["direction"] == "backward" else set())
+        line = row["size"][3] == 1
+        assert ("conv1d" in row["ms"]) == line and (line or "causal_conv1d" not in row["ms"])
+        row_names = set(row["ms"]) - {"conv1d", "causal_conv1d"}
+        assert row_names == expected | ({"operator"} if row["direction"] == "backward" else set())
         assert all(value > 0 for value in row["ms"].values()), row
         assert row["ratio"] == pytest.approx(row["ms"]["depthconv"] / row["ms"]["reference"])
         assert row["kernel"] and row["skipped"] is None
@@ -155,6 +162,29 @@ def test_peer_that_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch):
     assert line["failed"] == {"cudnn": "RuntimeError: not for this problem"}
     assert "cudnn" not in line["ms"] and line["ratio"] > 0
     assert "cudnn failed, RuntimeError: not for this problem" in bench.report([line])
+
+
+def test_causal_conv1d_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
+    """Called as that package is: (N, C, L) and (C, K), on CUDA, for short lines of stride 1 alone."""
+    seen: list[tuple[torch.Size, torch.Size]] = []
+
+    def fake(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen.append((x.shape, w.shape))
+        return torch.nn.functional.conv1d(x, w[:, None], None, 1, w.shape[1] - 1, 1, x.shape[1])[..., : x.shape[2]]
+
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(causal_conv1d_fn=fake))
+    cuda, short = torch.device("cuda"), bench.Problem("", (2, 4, 9, 1), 4, padding=(3, 0))
+    functions = bench.convolutions(short, cuda, "conv2d")
+    x, w, _ = bench.tensors(short, torch.device("cpu"), torch.float64)
+    y = functions["causal_conv1d"](x, w)
+    torch.testing.assert_close(y, functions["depthconv"](x, w)[:, :, :9])
+    assert seen == [((2, 4, 9), (4, 4))]
+    for other in (
+        replace(short, kernel_size=5), replace(short, stride=(2, 1)), replace(short, dilation=(2, 1)),
+        replace(short, multiplier=2), replace(short, size=(2, 4, 9, 2)),
+    ):  # fmt: skip
+        assert "causal_conv1d" not in bench.convolutions(other, cuda, "conv2d")
+    assert "causal_conv1d" not in bench.convolutions(short, torch.device("cpu"), "conv2d")
 
 
 def test_measure_interleaves_and_repeats():

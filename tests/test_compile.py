@@ -1,4 +1,4 @@
-"""torch.compile and torch.export: no graph break, eager's values, no recompile for another batch."""
+"""torch.compile: no graph break, eager's values, no recompile for another batch."""
 
 from __future__ import annotations
 
@@ -154,19 +154,6 @@ def test_torch_func_inside_compile(device: str, seed: int) -> None:
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, weight), call(x, weight))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(strict: bool, device: str) -> None:
-    """Dynamic batch and height; the graph holds the public operator."""
-    model = Block().to(device).eval()
-    x = torch.randn(3, 8, 11, 6, device=device)
-    batch, height = torch.export.Dim("batch", min=2), torch.export.Dim("height", min=5)
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch, 2: height},), strict=strict)
-    targets = [str(node.target) for node in program.graph.nodes]
-    assert "depthconv.forward.default" in targets
-    other = torch.randn(5, 8, 23, 6, device=device)
-    torch.testing.assert_close(program.module()(other), model(other))
 
 
 def test_fake_errors_while_tracing(device: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -395,11 +397,22 @@ def test_double_backward_inside_autocast(ours: Callable[..., Tensor], device: st
 # ---- import --------------------------------------------------------------------------------------------------------
 
 
-def test_import_is_light() -> None:
-    """No torch.compile machinery at import."""
+def test_import_is_light(tmp_path: Path) -> None:
+    """At most 30 ms over torch; none of the machinery of torch.compile or DTensor."""
     code = (
-        "import torch, sys; before = set(sys.modules); import depthconv; "
-        "print(sorted(m for m in set(sys.modules) - before if m.startswith(('torch._dynamo', 'torch._inductor'))))"
+        "import torch, sys, time; before = set(sys.modules); start = time.perf_counter(); import depthconv; "
+        "print(time.perf_counter() - start, sorted(m for m in set(sys.modules) - before "
+        "if m.startswith(('torch._dynamo', 'torch._inductor', 'torch.distributed'))))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    paths = [str(Path(depthconv.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    times = []
+    for _ in range(6):  # the first compiles to bytecode; a busy machine has slow moments
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        seconds, modules = done.stdout.split(maxsplit=1)
+        assert modules.strip() == "[]"
+        times.append(float(seconds))
+        if len(times) > 1 and times[-1] <= 0.03:
+            break
+    assert min(times[1:]) <= 0.03, times

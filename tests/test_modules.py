@@ -242,7 +242,7 @@ def test_convert_and_back(device: str, seed: int) -> None:
     assert set(report.left) == {"stem", "blocks.2.0", "wide", "line"}
     assert "not depthwise" in report.left["stem"]
     assert "(1, 3)" in report.left["blocks.2.0"] and "(3, 3)" in report.left["wide"]
-    assert "Conv1d" in report.left["line"]
+    assert "groups 1" in report.left["line"]
     for name in (*report.swapped, *report.left):
         assert name in str(report)
     assert type(model.deep) is DepthwiseConv2d and type(model.stem) is nn.Conv2d

@@ -185,7 +185,7 @@ def test_sdist_has_what_a_build_needs(tmp_path: Path):
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     expected = {
         str(path.relative_to(source))
-        for folder in ("csrc", "depthconv", "tests")
+        for folder in ("csrc", "depthconv", "docs", "examples", "tests")
         for path in (source / folder).rglob("*")
         if path.is_file() and not path.name.endswith((".pyc", "build_record.h", ".so"))
     } | {"setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in", "PKG-INFO"}
@@ -213,7 +213,7 @@ def test_wheel_imports_from_another_folder(tmp_path: Path):
     assert package == {
         f"depthconv/{path.name}"
         for path in (source / "depthconv").iterdir()
-        if path.suffix in (".py", ".typed", ".json")
+        if path.suffix in (".py", ".pyi", ".typed", ".json")
     } | {"depthconv/_ops.so", f"depthconv/{BINDING.name}"}
     info = {name.split("/", 1)[1] for name in names - package}
     assert {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE"} <= info
