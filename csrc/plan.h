@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 #include <initializer_list>
 #include <numeric>
 #include <vector>
@@ -473,7 +471,7 @@ inline FlatPlan flat_slabs(int64_t images, int64_t planes, bool joined, int64_t 
   return f;
 }
 
-// Taps that have kernels for columns of several elements: small planes whose rows are aligned to them.
+// Taps that have kernels for columns of several elements, of half types: planes whose rows are aligned to them.
 constexpr bool flat_vector_taps(int64_t taps) { return taps % 2 == 1 && taps <= 11; }
 
 inline FlatPlan plan_flat_forward(const Convolution& c, int multiprocessors) {
@@ -481,13 +479,13 @@ inline FlatPlan plan_flat_forward(const Convolution& c, int multiprocessors) {
   if (c.stride.h != 1 || c.spread_w != 1 || c.fold != 1 || size == 8 || !flat_taps(c.K) ||
       !is_flat(c.input, c.H, c.W) || !is_flat(c.output, c.H_out, c.W_out))
     return {};
-  const char* force = std::getenv("DC_FORCE");  // EXPERIMENT
-  if (force && std::strcmp(force, "noflat") == 0) return {};
   int vector = 1;
-  if (c.stride.w == 1 && c.padding.w == 0 && flat_vector_taps(c.K))
+  if (size == 2 && c.stride.w == 1 && c.padding.w == 0 && flat_vector_taps(c.K))
     while (vector < 4 && c.W % (2 * vector) == 0 && rows_aligned(c.input, 2 * vector, size) &&
            rows_aligned(c.output, 2 * vector, size))
       vector *= 2;
+  // Small planes with few taps are over before a block has staged anything, but for packs of half types (NOTES.md).
+  if (vector == 1 && c.W_out > 1 && c.K <= 11 && c.H_out * c.W_out < flat_plane) return {};
   const bool staged = c.W_out < 16;
   const bool joined =
       c.multiplier == 1 && (c.C_out == 1 || (c.input.stride.c == c.H * c.W && c.output.stride.c == c.H_out * c.W_out));
@@ -553,16 +551,18 @@ inline bool plan_band(const Convolution& c, int multiprocessors, int64_t step, i
   while (width < 8 && c.W % (2 * width) == 0 && rows_aligned(c.input, 2 * width, 2) &&
          rows_aligned(c.output, 2 * width, 2))
     width *= 2;
+  // Sixteen rows at a time pay where the plane has them; few taps march as fast in all but tall planes (NOTES.md).
+  const int64_t height = ceil_div(c.H_out, row_step);
+  if (width < 4 || height < (step == 1 && c.K <= 7 ? 192 : march_taps(c.K) || step == 2 ? 16 : 8)) return false;
   const int64_t cols = c.W_out / width, channels = c.C_out;
   if (cols >= index_limit || c.N >= index_limit) return false;
-  if (width < 4) return false;
   Tiling t;
   t.row_step = static_cast<int>(row_step);
   t.cols = static_cast<int>(cols);
   t.col_groups = static_cast<int>(ceil_div(cols, 8));
   plan.packed = cols <= 4 ? static_cast<int>(8 / cols) : 1;  // narrow planes: several images a warp
   t.block_cols = static_cast<int>(plan.packed > 1 ? cols * plan.packed : ceil_div(cols, t.col_groups));
-  const int64_t height = ceil_div(c.H_out, row_step), resident = int64_t{multiprocessors} * 16;
+  const int64_t resident = int64_t{multiprocessors} * 16;
   const int64_t columns = channels * t.col_groups * ceil_div(c.N, plan.packed) * row_step;
   int64_t rows = 128;
   while (rows > 16 && columns * ceil_div(height, rows) < resident) rows /= 2;
@@ -771,9 +771,7 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors, int c
       plan.reason = "rows start off 16-byte boundaries: one element a load";
     }
     cols = c.W_out / plan.vector_width;
-    const char* force = std::getenv("DC_FORCE");  // EXPERIMENT
-    if (plan.vector_width == 1 || (force && std::strcmp(force, "flat") == 0))
-      plan.flat = plan_flat_forward(c, multiprocessors);
+    if (plan.vector_width == 1) plan.flat = plan_flat_forward(c, multiprocessors);
     if (plan.flat.use) {
       plan.kernel = kernel_name::flat;
       plan.vector_width = width;
@@ -786,10 +784,7 @@ inline ForwardPlan plan_forward(const Convolution& c, int multiprocessors, int c
     }
   }
   if (cols >= index_limit) return plain("a row has more columns than 32 bits count");
-  const char* force = std::getenv("DC_FORCE");  // EXPERIMENT
-  if (!(force && std::strcmp(force, "noband") == 0) && capability >= band_capability &&
-      plan_band(c, multiprocessors, step, row_step, plan))
-    return plan;
+  if (capability >= band_capability && plan_band(c, multiprocessors, step, row_step, plan)) return plan;
   int rows = 1;
   // A tile of registers is faster where it holds the taps (NOTES.md: float32 to 11 taps); marching everywhere else.
   const int tile = tile_taps(size, plan.vector_width, plan.channels_last, c.K);

@@ -290,11 +290,9 @@ FlatKernel pick_flat_forward(int64_t taps, int rows) {
 
 template <typename T>
 FlatKernel pick_flat_forward(int64_t taps, const FlatPlan& plan) {
-  switch (plan.vector_width) {
-    case 1: return pick_flat_forward<T, 1>(taps, plan.rows);
-    case 2: return pick_flat_forward<T, 2>(taps, plan.rows);
-    case 4: return pick_flat_forward<T, 4>(taps, plan.rows);
-  }
+  if (plan.vector_width == 1) return pick_flat_forward<T, 1>(taps, plan.rows);
+  if constexpr (sizeof(T) == 2)
+    return plan.vector_width == 2 ? pick_flat_forward<T, 2>(taps, plan.rows) : pick_flat_forward<T, 4>(taps, plan.rows);
   return nullptr;
 }
 #define DEPTHCONV_CASE(K)                                                                \
