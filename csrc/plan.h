@@ -390,6 +390,14 @@ constexpr int march_backward_width(int size, int64_t taps, bool channels_last) {
   return most < 16 / size ? most : 16 / size;
 }
 
+// Whether a march of that width is compiled.
+constexpr bool has_march_backward(int size, int vector_width, int64_t taps, bool channels_last) {
+  if (channels_last) return vector_width == march_backward_width(size, taps, true);
+  if (vector_width == 1) return size == 4;
+  if (taps > march_backward_most) return false;
+  return vector_width == march_backward_width(size, taps, false) || (size == 2 && vector_width <= 4);
+}
+
 constexpr int march_backward_blocks(int size, int vector_width, int taps, bool channels_last) {
   const int held = channels_last ? 3 * taps * vector_width + 4 * vector_width + 66
                                  : taps * (vector_width + 2) + 3 * vector_width + (vector_width == 1 ? 62 : 48);
@@ -965,12 +973,20 @@ inline ReductionPlan plan_one_pass(const BackwardArguments& a, int multiprocesso
     p.splits = static_cast<int>(ceil_div(t.blocks, ceil_div(t.blocks, wanted)));
     return p;
   }
-  p.march = !p.channels_last && size < 8 && p.vector_width * size >= 4 && march_backward_taps(g.K) &&
-            (g.K <= march_backward_most || p.vector_width == 1);
+  // Half types move at least 4 bytes at a time: narrower packs than 16 bytes where rows allow no more.
+  int packs = 1;
+  if (vectors)
+    packs = march_backward_width(size, g.K, false);
+  else if (size == 2 && !p.channels_last && g.padding.w == 0 && g.W == g.W_out)
+    packs = a.grad_input.data ? width_of({&a.input, &a.grad_output, &a.grad_input}, g.W, 4, size)
+                              : width_of({&a.input, &a.grad_output}, g.W, 4, size);
+  p.march = !p.channels_last && size < 8 && packs * size >= 4 && march_backward_taps(g.K) &&
+            (g.K <= march_backward_most || packs == 1);
   if (p.march) {
     p.kernel = kernel_name::one_pass_march;
     p.taps = static_cast<int>(g.K);
-    if (vectors) p.vector_width = march_backward_width(size, g.K, false);
+    if (packs > 1 && !vectors) p.reason = "half type: one pass, packs as wide as the rows are aligned";
+    p.vector_width = packs;
     const int64_t resident =
         int64_t{multiprocessors} * march_threads * march_backward_blocks(size, p.vector_width, p.taps, false);
     rows = march_rows(ceil_div(g.H, row_step), g.N * g.C * g.W / p.vector_width * row_step, resident);

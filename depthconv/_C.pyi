@@ -30,4 +30,5 @@ def plan(
     grad_output_offset_bytes: int = ...,
     output_mask: Sequence[bool] = ...,
     multiprocessors: int = ...,
+    capability: int = ...,
 ) -> dict[str, Any]: ...

@@ -54,8 +54,8 @@ def explain(
     """Which kernels `depthwise_conv2d` with these arguments would run forward and backward, and why; it runs none.
 
     The backward is that of an output gradient in the output's own layout, to input, weight and bias if there is one.
-    CUDA plans depend on alignment and on the number of multiprocessors: give the tensors themselves. Tensors on the
-    meta device are planned for a GPU with 132 multiprocessors.
+    CUDA plans depend on alignment and on the GPU: give the tensors themselves. Tensors on the meta device are
+    planned for a GPU with 132 multiprocessors of capability 9.0.
 
     Raises what `depthwise_conv2d` raises for these arguments, as far as sizes, dtypes and devices go.
     """
@@ -71,9 +71,10 @@ def explain(
     geometry = _C.geometry(*sizes_and_strides, bias_size, list(strides), list(paddings), list(dilations))
 
     device = "cuda" if input.device.type in ("cuda", "meta") else input.device.type
-    multiprocessors = 132
+    multiprocessors, capability = 132, 90
     if input.device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(input.device).multi_processor_count
+        properties = torch.cuda.get_device_properties(input.device)
+        multiprocessors, capability = properties.multi_processor_count, 10 * properties.major + properties.minor
     mask = [True, True, bias is not None]
     plans = {
         direction: _C.plan(
@@ -92,6 +93,7 @@ def explain(
             0,
             mask,
             multiprocessors,
+            capability,
         )
         for direction in ("forward", "backward")
     }

@@ -80,6 +80,24 @@ def test_one_bad_row_stays_where_it_is_read(
         check_backward(problem, device, a)
 
 
+@pytest.mark.parametrize("where", ["x", "dy"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False)])
+@pytest.mark.parametrize("taps, stride, width", [(11, 1, 64), (21, 1, 28), (5, 2, 14)])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_a_bad_row_in_half_types(
+    taps: int, stride: int, width: int, layout: str, mask: tuple[bool, bool, bool], dtype: str, where: str, device: str,
+    seed: int,
+) -> None:
+    problem = Problem((2, 2, 60, width), taps, stride=(stride, 1), padding=(taps // 2, 0), mask=mask, dtype=dtype)
+    problem = replace(problem, layout=layout, grad_layout=layout, seed=seed)
+    height = problem.size[2] if where == "x" else problem.output_size[2]
+    for row in (0, 17, height - 1):
+        a = make_arguments(problem, device)
+        (a.x if where == "x" else a.dy)[1, 1, row, width // 2] = float("inf")
+        check_backward(problem, device, a)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("multiplier", [1, 2])
 @pytest.mark.parametrize("size, padding", [((0, 4, 8, 5), (1, 0)), ((0, 4, 0, 5), (3, 1)), ((0, 1, 8, 5), (0, 2))])

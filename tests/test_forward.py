@@ -54,6 +54,24 @@ def test_one_bad_row_stays_where_it_is_read(
         check_forward(problem, device, a)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "taps, stride, dilation, width", [(11, 1, 1, 64), (21, 1, 1, 8), (41, 1, 1, 24), (9, 1, 2, 12), (5, 2, 1, 16)]
+)
+def test_a_bad_row_amid_products_of_16_rows(
+    taps: int, stride: int, dilation: int, width: int, dtype: str, bad: float, device: str, seed: int
+) -> None:
+    """A product of matrices multiplies rows that an output does not read by zero: a NaN there must not show."""
+    padding = dilation * (taps // 2)
+    problem = Problem((2, 2, 90, width), taps, stride=(stride, 1), padding=(padding, 0), dilation=(dilation, 1))
+    problem = replace(problem, dtype=dtype, seed=seed)
+    for row in (0, 15, 16, 47, 89):
+        a = make_arguments(problem, device)
+        a.x[1, 1, row, width // 2] = bad
+        check_forward(problem, device, a)
+
+
 @pytest.mark.parametrize("padding", [(0, 2), (1, 2), (4, 7)])
 @pytest.mark.parametrize("stride", [(1, 1), (1, 2)])
 def test_one_bad_column_stays_where_it_is_read(

@@ -15,8 +15,8 @@ from depthconv import _C
 DTYPES = ("float32", "float16", "bfloat16")
 SHAPES = json.loads((Path(depthconv.__file__).parent / "shapes.json").read_text())
 
-# Per line of the default grid, float32 on 132 multiprocessors: forward kernel and elements a load, backward kernels.
-PINNED = [
+# Per line of the default grid, on 132 multiprocessors of sm_90: forward kernel and elements a load, backward kernels.
+FLOAT32 = [
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
@@ -27,11 +27,11 @@ PINNED = [
     ("rows", 1, ["one_pass_march", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
-    ("march", 4, ["one_pass_march", "reduce"]),
-    ("march", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_march", "reduce"]),
-    ("march", 4, ["one_pass_march", "reduce"]),
+    ("rows", 4, ["one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_march", "reduce"]),
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("rows", 1, ["one_pass_march", "one_pass_march", "reduce"]),
@@ -41,10 +41,40 @@ PINNED = [
     ("rows", 4, ["one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_march", "reduce"]),
     ("rows", 1, ["one_pass_march", "one_pass_march", "reduce"]),
-    ("flat", 4, ["one_pass", "reduce"]),
+    ("flat", 4, ["one_pass_march", "reduce"]),
     ("flat", 4, ["one_pass_flat", "reduce"]),
     ("flat", 4, ["one_pass_flat", "reduce"]),
 ]
+BFLOAT16 = [
+    ("band", 8, ["one_pass_march", "reduce"]),
+    ("band", 8, ["one_pass_march", "reduce"]),
+    ("band", 8, ["one_pass_march", "reduce"]),
+    ("flat", 8, ["one_pass_flat", "reduce"]),
+    ("band", 8, ["one_pass_march", "reduce"]),
+    ("flat", 8, ["one_pass_march", "reduce"]),
+    ("flat", 8, ["one_pass_march", "reduce"]),
+    ("rows", 1, ["one_pass", "reduce"]),
+    ("march", 8, ["one_pass_march", "reduce"]),
+    ("band", 8, ["one_pass_march", "reduce"]),
+    ("band", 8, ["one_pass_march", "reduce"]),
+    ("band", 8, ["one_pass_march", "reduce"]),
+    ("march", 8, ["one_pass_march", "reduce"]),
+    ("flat", 8, ["one_pass_march", "reduce"]),
+    ("band", 8, ["one_pass_march", "reduce"]),
+    ("flat", 8, ["one_pass", "reduce"]),
+    ("march", 8, ["one_pass_march", "reduce"]),
+    ("rows", 1, ["one_pass", "one_pass", "reduce"]),
+    ("flat", 8, ["one_pass", "reduce"]),
+    ("bank", 2, ["one_pass_bank", "reduce"]),
+    ("bank", 4, ["one_pass_bank", "reduce"]),
+    ("march", 8, ["one_pass_march", "reduce"]),
+    ("flat", 8, ["one_pass", "reduce"]),
+    ("rows", 1, ["one_pass", "one_pass", "reduce"]),
+    ("flat", 8, ["one_pass", "reduce"]),
+    ("flat", 8, ["one_pass_flat", "reduce"]),
+    ("flat", 8, ["one_pass", "reduce"]),
+]
+PINNED = [(line, dtype, pin) for dtype, pins in (("float32", FLOAT32), ("bfloat16", BFLOAT16)) for line, pin in zip(SHAPES, pins, strict=True)]
 
 
 def contiguous(size: list[int]) -> list[int]:
@@ -69,11 +99,12 @@ def backward_kernels(x: list[int], k: int, **options: Any) -> list[str]:
     return [kernel["kernel"] for kernel in plan("backward", x, k, **options)["kernels"]]
 
 
-@pytest.mark.parametrize("line, pinned", list(zip(SHAPES, PINNED, strict=True)), ids=[line["from"] for line in SHAPES])
-def test_grid(line: dict[str, Any], pinned: tuple[str, int, list[str]]) -> None:
+@pytest.mark.parametrize("line, dtype, pinned", PINNED, ids=[f"{line['from']}-{dtype}" for line, dtype, _ in PINNED])
+def test_grid(line: dict[str, Any], dtype: str, pinned: tuple[str, int, list[str]]) -> None:
     n, c, h, w = line["x"]
     stride = [line.get("slice_of", c) * h * w, h * w, w, 1]
     options = {key: line[key] for key in ("stride", "padding", "dilation", "multiplier") if key in line}
+    options["dtype"] = dtype
     forward = plan("forward", line["x"], line["k"], input_stride=stride, **options)
     backward = plan("backward", line["x"], line["k"], input_stride=stride, output_mask=[True, True, False], **options)
     assert (forward["kernel"], forward["vector_width"], [k["kernel"] for k in backward["kernels"]]) == pinned
@@ -98,7 +129,7 @@ def test_channels_last() -> None:
     assert plan("forward", x, 7, padding=[3, 0], input_stride=stride)["kernel"] == "march_channels_last"
     assert plan("forward", x, 8, padding=[3, 0], input_stride=stride)["kernel"] == "channels_last"
     kernels = plan("backward", x, 7, padding=[3, 0], input_stride=stride)["kernels"]
-    assert [k["kernel"] for k in kernels] == ["one_pass_channels_last", "reduce"]
+    assert [k["kernel"] for k in kernels] == ["one_pass_march_channels_last", "reduce"]
 
 
 def test_bank() -> None:
@@ -258,3 +289,22 @@ def test_beyond_32_bits() -> None:
 def test_workspace_does_not_grow_with_the_batch() -> None:
     small, large = (plan("backward", [n, 8, 512, 512], 3, padding=[1, 0])["workspace_bytes"] for n in (64, 4096))
     assert 0 < large <= 2 * small
+
+
+def test_band_needs_tensor_cores() -> None:
+    """Half types with many taps: tensor cores from sm_80 on; before that, and for float32, other kernels."""
+    options = dict(padding=[10, 0], dtype="bfloat16")
+    assert plan("forward", [2, 4, 64, 64], 21, **options)["kernel"] == "band"
+    assert plan("forward", [2, 4, 64, 64], 21, **options, capability=75)["kernel"] == "march"
+    assert plan("forward", [2, 4, 64, 64], 21, **{**options, "dtype": "float32"})["kernel"] == "rows"
+    assert plan("forward", [2, 4, 64, 64], 41, padding=[20, 0], dtype="float16")["kernel"] == "band"
+    assert plan("forward", [2, 4, 512, 64], 3, stride=[2, 1], dtype="float16")["kernel"] == "band"
+    assert plan("forward", [2, 4, 64, 66], 21, **options)["kernel"] != "band"  # rows off 8 bytes
+    assert plan("forward", [2, 4, 12, 64], 21, **options)["kernel"] != "band"  # fewer rows than a product has
+    assert backward_kernels([2, 4, 64, 64], 21, **options, output_mask=[True, False, False]) == ["band"]
+
+
+@pytest.mark.parametrize("width, packs", [(64, 8), (28, 4), (14, 2), (7, 1)])
+def test_half_types_march_in_the_packs_that_rows_allow(width: int, packs: int) -> None:
+    found = plan("backward", [8, 4, 64, width], 7, padding=[3, 0], dtype="float16")["kernels"][0]
+    assert (found["kernel"], found["vector_width"]) == ("one_pass_march" if packs > 1 else "one_pass", packs)

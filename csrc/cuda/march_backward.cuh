@@ -190,12 +190,10 @@ __global__ void __launch_bounds__(march_threads, march_backward_blocks(sizeof(T)
 template <typename T, int V, bool ChannelsLast>
 BackwardKernel pick_march_backward(int taps) {
   switch (taps) {
-#define DEPTHCONV_CASE(K)                                                                                       \
-  case K:                                                                                                       \
-    if constexpr (ChannelsLast                                                                                  \
-                      ? V == march_backward_width(sizeof(T), K, true)                                           \
-                      : V == 1 || (K <= march_backward_most && V == march_backward_width(sizeof(T), K, false))) \
-      return march_backward_kernel<T, V, K, ChannelsLast>;                                                      \
+#define DEPTHCONV_CASE(K)                                            \
+  case K:                                                            \
+    if constexpr (has_march_backward(sizeof(T), V, K, ChannelsLast)) \
+      return march_backward_kernel<T, V, K, ChannelsLast>;           \
     break;
     DEPTHCONV_MARCH_BACKWARD_TAPS(DEPTHCONV_CASE)
 #undef DEPTHCONV_CASE
