@@ -291,17 +291,20 @@ def operators(build: Build) -> Extension:
     return extension
 
 
+def pybind11_headers() -> str:
+    for package, folder in (("torch", "include"), ("pybind11", "include")):  # found, not imported
+        spec = importlib.util.find_spec(package)
+        for root in (spec.submodule_search_locations or []) if spec else []:
+            if os.path.exists(os.path.join(root, folder, "pybind11")):
+                return os.path.join(root, folder)
+    stop("the binding needs pybind11's headers, which neither torch nor a package pybind11 has here.")
+
+
 def binding() -> Extension:
-    headers = os.path.join(os.path.dirname(torch.__file__), "include") if not OPERATORS else ""
-    if not os.path.exists(os.path.join(headers, "pybind11")):
-        try:
-            headers = importlib.import_module("pybind11").get_include()
-        except ImportError:
-            stop("the binding needs pybind11's headers, which neither torch nor a package pybind11 has here.")
     return Extension(
         "depthconv._C",
         ["csrc/binding.cpp"],
-        include_dirs=[os.path.join(HERE, "csrc"), headers],
+        include_dirs=[os.path.join(HERE, "csrc"), pybind11_headers()],
         language="c++",
         extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", "-g0"],
         extra_link_args=["-Wl,--exclude-libs,ALL", "-s"],  # a C++ runtime linked into it stays its own

@@ -17,7 +17,7 @@
 
 #define DEPTHCONV_TEXT_OF(x) #x
 #define DEPTHCONV_TEXT(x) DEPTHCONV_TEXT_OF(x)
-#define DEPTHCONV_BINDING                                                                                           \
+#define DEPTHCONV_BINDING                                                                                        \
   "CPython " DEPTHCONV_TEXT(PY_MAJOR_VERSION) "." DEPTHCONV_TEXT(PY_MINOR_VERSION) ", pybind11 " DEPTHCONV_TEXT( \
       PYBIND11_VERSION_MAJOR) "." DEPTHCONV_TEXT(PYBIND11_VERSION_MINOR) ", compiler " __VERSION__
 

@@ -2,6 +2,7 @@
 #include "failure.h"
 
 #include <cuda_runtime_api.h>
+#include <torch/csrc/stable/library.h>
 
 #include "build_record.h"
 
@@ -21,3 +22,15 @@ std::string explain_failure(const char* error, int device) {
 }
 
 }  // namespace depthconv::cuda
+
+namespace {
+
+std::string explain(std::string error, int64_t device) {
+  return depthconv::cuda::explain_failure(error.c_str(), static_cast<int>(device));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(depthconv, m) { m.def("_explain_failure(str error, int device) -> str"); }
+
+STABLE_TORCH_LIBRARY_IMPL(depthconv, CompositeExplicitAutograd, m) { m.impl("_explain_failure", TORCH_BOX(&explain)); }

@@ -10,7 +10,7 @@ namespace depthconv {
 
 // What the CUDA runtime says of the machine; zeros and empty where it could not say.
 struct Machine {
-  int driver = 0;           // 13000: the newest CUDA that the driver serves
+  int driver = 0;            // 13000: the newest CUDA that the driver serves
   int major = 0, minor = 0;  // compute capability
   std::string device;
 };
@@ -60,8 +60,10 @@ inline std::string explain_failure(const std::string& error, const std::string& 
   else if (machine.major && best == Serves::no)
     text += "No code of this build runs on this device: " + rebuild + " ";
   else if (machine.major && best == Serves::by_ptx && machine.driver < built)
-    text += "Of this build only the PTX suits this device, and the driver is too old to compile it: install one for "
-            "CUDA " + cuda + " or later, or " + rebuild + " ";
+    text +=
+        "Of this build only the PTX suits this device, and the driver is too old to compile it: install one for "
+        "CUDA " +
+        cuda + " or later, or " + rebuild + " ";
   text += "Built for: " + architectures + ", CUDA " + cuda + ". Found: ";
   text += machine.major ? machine.device + " of compute capability " + capability : "a device that does not answer";
   text += machine.driver ? ", a driver for CUDA " + cuda_version(machine.driver) + "." : ", no driver.";
