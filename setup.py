@@ -258,8 +258,9 @@ def decide() -> Build:
 
 
 def architectures(gencode: list[str]) -> list[str]:
-    """sm_90 for machine code, compute_120 for PTX."""
-    return [each.rsplit("code=", 1)[1] for each in gencode]
+    """sm_90 for machine code, in order, then compute_120 for PTX."""
+    names = [each.rsplit("code=", 1)[1] for each in gencode]
+    return sorted(names, key=lambda name: (name.startswith("compute"), int(re.sub(r"\D", "", name)), name))
 
 
 def operators(build: Build) -> Extension:
