@@ -251,8 +251,8 @@ def decide() -> Build:
     reason = f"CUDA build: nvcc {toolkit.version} found {toolkit.found}, code for {' '.join(architectures(gencode))}"
     if torch.version.cuda and torch.version.cuda.split(".")[0] != toolkit.version.split(".")[0]:
         reason += (
-            f"; torch's CUDA is {torch.version.cuda}: the CUDA runtime is linked statically, so the two need not agree, "
-            f"but the GPU's driver must serve CUDA {toolkit.version.split('.')[0]}"
+            f"; torch's CUDA is {torch.version.cuda}: the CUDA runtime is linked statically, so the two need not "
+            f"agree, but the GPU's driver must serve CUDA {toolkit.version.split('.')[0]}"
         )
     return Build(toolkit, reason, gencode, {"cxx": cxx + common, "nvcc": nvcc + common + gencode})
 
@@ -345,25 +345,26 @@ def git_revision() -> str | None:
 
 def write_record(build: Build) -> None:
     """csrc/build_record.h: the facts of this build as a JSON string, which the operators carry."""
+    names = architectures(build.gencode)
     record = {
         "version": VERSION,
         "torch": torch.__version__,
         "torch_target": "2.10",
         "cuda": build.toolkit.version if build.toolkit else None,
         "nvcc": build.toolkit.release if build.toolkit else None,
-        "architectures": architectures(build.gencode),
+        "architectures": names,
         "host_compiler": host_compiler(),
         "flags": {name: " ".join(flags) for name, flags in build.flags.items()},
         "reason": build.reason,
         "git_revision": git_revision(),
     }
-    names = {
+    macros = {
         "DEPTHCONV_BUILD_RECORD": json.dumps(record),
-        "DEPTHCONV_ARCHITECTURES": " ".join(record["architectures"]),
-        "DEPTHCONV_CUDA": record["cuda"] or "",
+        "DEPTHCONV_ARCHITECTURES": " ".join(names),
+        "DEPTHCONV_CUDA": build.toolkit.version if build.toolkit else "",
     }
     # A JSON string is a C string literal.
-    text = "".join(f"#define {name} {json.dumps(value)}\n" for name, value in names.items())
+    text = "".join(f"#define {name} {json.dumps(value)}\n" for name, value in macros.items())
     write_if_changed(os.path.join(HERE, "csrc", "build_record.h"), text)
 
 

@@ -21,7 +21,8 @@ def explain_load_failure(error: BaseException, folder: Path = Path(__file__).par
         return text
     if f"_C{suffix}" not in built:
         there = ", ".join(re.sub(r"_C\.|\.so", "", name) for name in built) or "no Python"
-        return f"it was built for {there}, and this is {sys.implementation.cache_tag}: install the wheel for this Python."
+        here = sys.implementation.cache_tag
+        return f"it was built for {there}, and this is {here}: install the wheel for this Python."
     if not operators.exists():
         return f"_ops.so is missing beside _C in {folder}: install depthconv again."
     while error.__cause__:  # the loader's own words are innermost

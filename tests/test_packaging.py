@@ -36,7 +36,8 @@ needs_source = pytest.mark.skipif(not (SOURCE / "setup.py").exists(), reason="th
 
 
 def output(*command: str | Path, **options: object) -> str:
-    return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, **options).stdout  # type: ignore[call-overload]
+    line = list(map(str, command))
+    return subprocess.run(line, check=True, capture_output=True, text=True, **options).stdout  # type: ignore[call-overload]
 
 
 def tool(name: str) -> str:
@@ -196,9 +197,9 @@ ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
     "driver, capability, says",
     [
         (0, (0, 0), "No NVIDIA driver was found. "),
-        (12080, (0, 0), "The driver is too old for this build: install one for CUDA 13.0 or later, or rebuild depthconv "),
-        (13000, (7, 0), "No code of this build runs on this device: rebuild depthconv with TORCH_CUDA_ARCH_LIST=7.0. "),
-        (13000, (11, 0), "No code of this build runs on this device: rebuild depthconv with TORCH_CUDA_ARCH_LIST=11.0. "),
+        (12080, (0, 0), "The driver is too old for this build: install one for CUDA 13.0 or later, or rebuild "),
+        (13000, (7, 0), "No code of this build runs on this device: rebuild depthconv with TORCH_CUDA_ARCH_LIST=7.0"),
+        (13000, (11, 0), "No code of this build runs on this device: rebuild depthconv with TORCH_CUDA_ARCH_LIST=11.0"),
         (13000, (13, 0), "Of this build only the PTX suits this device, and the driver is too old to compile it: "),
         (13010, (13, 0), ""),
         (13000, (8, 9), ""),
@@ -273,7 +274,8 @@ def test_torch_too_old(tmp_path: Path):
 def test_built_for_another_python(tmp_path: Path):
     package = package_in(tmp_path)
     (package / BINDING.name).rename(package / "_C.cpython-399-x86_64-linux-gnu.so")
-    assert f"built for cpython-399-x86_64-linux-gnu, and this is {sys.implementation.cache_tag}" in failing_import(package)
+    here = sys.implementation.cache_tag
+    assert f"built for cpython-399-x86_64-linux-gnu, and this is {here}" in failing_import(package)
 
 
 def test_not_built_at_all(tmp_path: Path):
@@ -382,16 +384,18 @@ def copy_of_sources(folder: Path) -> Path:
 @needs_source
 def test_sdist_has_what_a_build_needs(tmp_path: Path):
     source = copy_of_sources(tmp_path)
+    (source / "git_revision.txt").write_text("0123456789ab\n")  # as an sdist has it: it goes on to the next
     build = f"import setuptools.build_meta as backend; print(backend.build_sdist({str(tmp_path)!r}))"
     output(sys.executable, "-c", build, cwd=source)
     with tarfile.open(tmp_path / f"depthconv-{depthconv.__version__}.tar.gz") as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     expected = {
         str(path.relative_to(source))
-        for folder in ("csrc", "depthconv", "tests")
+        for folder in ("csrc", "depthconv", "tests", "tools")
         for path in (source / folder).rglob("*")
         if path.is_file() and not path.name.endswith((".pyc", "build_record.h", ".so"))
     } | {"setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in", "PKG-INFO"}
+    expected |= {"git_revision.txt"}
     assert expected - names == set()
     assert [name for name in names if name.endswith((".so", ".pyc", "build_record.h"))] == []
 

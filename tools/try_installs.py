@@ -76,12 +76,13 @@ class Machine:
     def sources(self) -> Path:
         return self.folder / "sources"
 
-    def run(self, command: str, folder: Path | None = None, **environment: str) -> tuple[int, str]:
+    def run(self, command: str, environment: dict[str, str], folder: Path | None = None) -> tuple[int, str]:
         """The status and what was printed."""
         line = ["bash", "-c", command]
         if re.fullmatch(self.hidden, "nvcc") and os.path.isdir("/usr/local/cuda"):
             hide = f'mount --bind {self.folder / "empty"} /usr/local/cuda && exec "$@"'
-            line = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-c", hide, "sh", *line]
+            root = [] if os.geteuid() == 0 else ["--map-root-user"]
+            line = ["unshare", "--mount", *root, "sh", "-c", hide, "sh", *line]
         done = subprocess.run(
             line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder or self.sources,
             env=self.environment | environment, check=False,
@@ -90,14 +91,14 @@ class Machine:
         return done.returncode, done.stdout
 
     def must(self, command: str, **environment: str) -> str:
-        status, text = self.run(command, **environment)
+        status, text = self.run(command, environment)
         if status:
             raise AssertionError(f"{command!r} ended with {status}: {last_line(text)}")
         return text
 
     def must_stop(self, command: str, says: str, **environment: str) -> str:
         """The sentence of a build that must not succeed."""
-        status, text = self.run(command, **environment)
+        status, text = self.run(command, environment)
         sentences = [line.strip() for line in text.splitlines() if line.strip().startswith("depthconv: ")]
         if status == 0 or not sentences or says not in sentences[-1]:
             raise AssertionError(f"{command!r} ended with {status} and not with {says!r}: {last_line(text)}")
@@ -106,7 +107,7 @@ class Machine:
     def works(self, says: str) -> str:
         """The reason in the build's record, once the installed package has run from another folder."""
         (self.folder / "works.py").write_text(WORKS)
-        status, text = self.run(f"python {self.folder / 'works.py'}", folder=self.folder / "elsewhere")
+        status, text = self.run(f"python {self.folder / 'works.py'}", {}, self.folder / "elsewhere")
         if status or says not in last_line(text):
             raise AssertionError(f"the installed package ended with {status}, {says!r} expected: {last_line(text)}")
         return last_line(text)
@@ -206,7 +207,7 @@ def nvcc_from_packages(machine: Machine) -> str:
 
 @trial(NO_NVCC)
 def nvcc_from_packages_incomplete(machine: Machine) -> str:
-    machine.prepare("nvidia-cuda-nvcc==13.0.*", "nvidia-cuda-crt==13.0.*", "nvidia-nvvm==13.0.*", "nvidia-cuda-runtime==13.0.*")
+    machine.prepare(*(f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime")))
     return machine.must_stop("pip install --no-build-isolation .", "nv/target: No such file")
 
 
