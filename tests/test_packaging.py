@@ -36,8 +36,8 @@ needs_source = pytest.mark.skipif(not (SOURCE / "setup.py").exists(), reason="th
 
 
 def output(*command: str | Path, **options: object) -> str:
-    line = list(map(str, command))
-    return subprocess.run(line, check=True, capture_output=True, text=True, **options).stdout  # type: ignore[call-overload]
+    options |= {"check": True, "capture_output": True, "text": True}
+    return subprocess.run(list(map(str, command)), **options).stdout  # type: ignore[call-overload]
 
 
 def tool(name: str) -> str:
