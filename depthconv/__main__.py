@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     if kind not in ("cpu", "cuda"):
         parser.error(f"--device must be cpu, cuda or cuda:N, but got {device}")
     if kind == "cuda" and not torch.cuda.is_available():
-        missing = "sees no CUDA device" if torch.version.cuda else "is built without CUDA"
+        missing = "sees no CUDA device" + ("" if torch.version.cuda else ": it is built without CUDA")
         parser.error(f"--device {device}: this torch ({torch.__version__}) {missing}")
     if kind == "cuda" and not bench.build_info()["cuda"]:
         parser.error(f"--device {device}: this build of depthconv has no CUDA kernels ({bench.build_info()['reason']})")
