@@ -41,6 +41,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 TORCH_TARGET = "0x020a000000000000"  # the oldest torch that the built files load under: 2.10
 WHEEL_ARCHITECTURES = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]  # PTX of the newest comes with them
 OLDEST_NVCC = (12, 0)
+WAY_OUT = "Install another, name one with CUDA_HOME, or set DEPTHCONV_CPU_ONLY=1 for a CPU build."
 REVISION_FILE = "git_revision.txt"  # what an sdist has in place of .git
 
 
@@ -124,10 +125,10 @@ def find_toolkit() -> tuple[Toolkit | None, str]:
     for root, found in toolkit_roots():
         nvcc = os.path.join(root, "bin", "nvcc")
         version = re.search(r"release (\d+\.\d+), V([\d.]+)", output(nvcc, "--version"))
+        named = found.removeprefix("at ") if found.startswith("at CUDA_") else ""
         if not version:
-            if "CUDA_" in found:
-                problem = f"{found[3:]} is {root}, where bin/nvcc does not run"
-                stop(f"{problem}. Correct it, unset it, or set DEPTHCONV_CPU_ONLY=1 for a CPU build.")
+            if named:
+                stop(f"{named} is {root}, where bin/nvcc does not run. {WAY_OUT}")
             continue
         include = first_folder_with("cuda_runtime.h", root, ["include", f"targets/{machine}-linux/include"])
         library = first_folder_with(
@@ -135,6 +136,8 @@ def find_toolkit() -> tuple[Toolkit | None, str]:
         )
         if not include or not library:
             problem = f"the nvcc found {found} lacks {'libcudart_static.a' if include else 'cuda_runtime.h'} beside it"
+            if named:
+                stop(f"{problem} [{root}]. {WAY_OUT}")
             continue
         known = re.findall(r"compute_(\d+)(\d)\b", output(nvcc, "--list-gpu-arch"))
         architectures = [".".join(each) for each in known]
@@ -156,10 +159,9 @@ def architecture_flags(toolkit: Toolkit) -> list[str]:
 def check_toolkit(toolkit: Toolkit, gencode: list[str]) -> None:
     """Stop now, in one sentence, and not after minutes: an nvcc that is too old, that does not know the architectures,
     that rejects the host compiler, or whose parts (from packages of several versions, say) do not fit together."""
-    way_out = "Install another, name one with CUDA_HOME, or set DEPTHCONV_CPU_ONLY=1 for a CPU build."
     nvcc = f"nvcc {toolkit.release} found {toolkit.found} [{toolkit.root}]"
     if tuple(map(int, toolkit.version.split("."))) < OLDEST_NVCC:
-        stop(f"{nvcc} is older than {'.'.join(map(str, OLDEST_NVCC))}. {way_out}")
+        stop(f"{nvcc} is older than {'.'.join(map(str, OLDEST_NVCC))}. {WAY_OUT}")
     wanted = {re.sub(r"\D", "", each.rsplit("_", 1)[1]) for each in gencode}
     unknown = sorted(wanted - {each.replace(".", "") for each in toolkit.architectures}, key=int)
     if unknown:
@@ -171,7 +173,7 @@ def check_toolkit(toolkit: Toolkit, gencode: list[str]) -> None:
         command += ["-ccbin", os.environ["CC"]]
     error = compile_error(source, "probe.cu", *command)
     if error:
-        stop(f"{nvcc} cannot compile: {error}. {way_out}")
+        stop(f"{nvcc} cannot compile: {error}. {WAY_OUT}")
 
 
 # ---- What is built

@@ -347,6 +347,7 @@ def toolkit(folder: Path, version: str) -> str:
         ({"CXX": "/nowhere/c++"}, "no C++ compiler: '/nowhere/c++' does not run"),
         ({"CXX": "false"}, "the C++ compiler 'false' ("),
         ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is /nowhere, where bin/nvcc does not run"),
+        ({"CUDA_HOME": "12.4", "without": "cuda_runtime.h"}, "the nvcc found at CUDA_HOME lacks cuda_runtime.h"),
         ({"CUDA_HOME": "11.8"}, "nvcc 11.8.88 found at CUDA_HOME"),
         ({"CUDA_HOME": "13.0", "TORCH_CUDA_ARCH_LIST": "7.0"}, "has no code for 7.0, only for 8.0 9.0"),
         ({"CUDA_HOME": "13.0", "TORCH_CUDA_ARCH_LIST": "9.0 nine"}, "TORCH_CUDA_ARCH_LIST is '9.0 nine': Unknown"),
@@ -359,6 +360,8 @@ def test_build_stops_early_in_one_sentence(environment: dict[str, str], says: st
     home = environment.get("CUDA_HOME", "")
     if re.match(r"\d", home):
         environment = environment | {"CUDA_HOME": toolkit(tmp_path / "cuda", home)}
+    if "without" in environment:
+        (tmp_path / "cuda" / "include" / environment["without"]).unlink()
     unset = ("CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "DEPTHCONV_CPU_ONLY", "CC", "CXX")
     rest = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(
