@@ -179,7 +179,7 @@ def nvcc_without_gpu(machine: Machine) -> str:
 def pretend_another_major(machine: Machine) -> None:
     """torch's CUDA is told by torch/version.py."""
     machine.prepare()
-    folder = machine.must("python -c 'import torch; print(torch.__path__[0])'").strip()
+    folder = last_line(machine.must("python -W ignore -c 'import torch; print(torch.__path__[0])'"))
     with (Path(folder) / "version.py").open("a") as file:
         file.write("\ncuda = '99.1'\n")
 
