@@ -1,5 +1,5 @@
-// depthconv._C: importing it loads the operators that lie beside it; it offers what is not an operator: the build
-// record, the geometry and the plan of a problem. pybind11 headers only, nothing of libtorch. pybind11 internals of our
+// depthconv._C: importing it loads the operators that lie beside it; it offers what is not an operator: the build's
+// facts, the geometry and the plan of a problem. pybind11 headers only, nothing of libtorch. pybind11 internals of our
 // own: shared ones hold the exception translators of every other extension in the process, and an exception of ours has
 // been seen to crash in one of them.
 #define PYBIND11_COMPILER_TYPE "_depthconv"
@@ -8,11 +8,18 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "build_record.h"
+#include "failure.h"
 #include "geometry.h"
 #include "plan.h"
+
+#define DEPTHCONV_TEXT_OF(x) #x
+#define DEPTHCONV_TEXT(x) DEPTHCONV_TEXT_OF(x)
+#define DEPTHCONV_BINDING                                                                                        \
+  "CPython " DEPTHCONV_TEXT(PY_MAJOR_VERSION) "." DEPTHCONV_TEXT(PY_MINOR_VERSION) ", pybind11 " DEPTHCONV_TEXT( \
+      PYBIND11_VERSION_MAJOR) "." DEPTHCONV_TEXT(PYBIND11_VERSION_MINOR) ", compiler " __VERSION__
 
 namespace py = pybind11;
 using namespace depthconv;
@@ -207,12 +214,21 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "build_info",
       [] {
-        py::dict record = py::module_::import("json").attr("loads")(DEPTHCONV_BUILD_RECORD);
         const py::object operators = py::module_::import("torch").attr("ops").attr("depthconv");
+        py::dict record = py::module_::import("json").attr("loads")(operators.attr("_build_record")());
+        record["binding"] = DEPTHCONV_BINDING;
         record["cpu_instruction_set"] = operators.attr("_cpu_instruction_set")();
         return record;
       },
-      "How this build was made, and the CPU instruction set that it picked on this machine.");
+      "How the operators and this module were built, and the CPU instruction set that was picked on this machine.");
+  m.def(
+      "explain_failure",
+      [](const std::string& error, const std::string& architectures, const std::string& cuda, int driver,
+         std::pair<int, int> capability, const std::string& device) {
+        return explain_failure(error, architectures, cuda, {driver, capability.first, capability.second, device});
+      },
+      py::arg("error"), py::arg("architectures"), py::arg("cuda"), py::arg("driver"), py::arg("capability"),
+      py::arg("device"), "What a failed launch would say of a build and a machine.");
   m.def("geometry", &geometry, py::arg("input_size"), py::arg("input_stride"), py::arg("weight_size"),
         py::arg("weight_stride"), py::arg("bias_size") = py::none(), py::arg("stride") = Ints{1},
         py::arg("padding") = Ints{0}, py::arg("dilation") = Ints{1},

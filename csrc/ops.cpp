@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "failure.h"
 #include "geometry.h"
 #include "plan.h"
 
@@ -133,18 +134,13 @@ void* current_stream(int device) {
   check(aoti_torch_get_current_cuda_stream(device, &stream), "reading the current CUDA stream");
   return stream;
 }
-
-[[noreturn]] void launch_failed(const char* error) {
-  fail("depthconv: a CUDA kernel could not run: ", error,
-       ". `python -m depthconv` shows the architectures that this build has code for.");
-}
 #endif
 
 void run_forward(const ForwardArguments& arguments, const View& input) {
   if (input.device_type == aoti_torch_device_type_cpu()) return cpu::forward(arguments);
 #ifdef DEPTHCONV_WITH_CUDA
   if (const char* error = cuda::forward(arguments, input.device_index, current_stream(input.device_index)))
-    launch_failed(error);
+    fail(cuda::explain_failure(error, input.device_index));
 #endif
 }
 
@@ -158,7 +154,7 @@ void run_backward(const BackwardArguments& arguments, const View& input) {
   if (plan.workspace > 0) workspace = empty({plan.workspace}, {1}, aoti_torch_dtype_float64(), input);
   double* partial = workspace ? static_cast<double*>(data_of(*workspace)) : nullptr;
   if (const char* error = cuda::backward(arguments, plan, partial, device, current_stream(device)))
-    launch_failed(error);
+    fail(cuda::explain_failure(error, device));
 #endif
 }
 

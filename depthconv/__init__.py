@@ -8,39 +8,27 @@ kernels of a problem; `build_info` says how this build was made.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 __version__ = "0.1.0"
 
+_OLDEST_TORCH = (2, 10)
 
-def _what_is_wrong(error: Exception) -> str:
-    """The error, and what the built file says of itself, read from its bytes since it does not load."""
-    folder = Path(__file__).parent
-    built = sorted(folder.glob("_C*.so"))
-    if not built:
-        return f"there is no built _C in {folder}"
-    text = f"{error.__cause__ or error}; {built[0].name} "
-    found = re.search(rb'\{"version": [^\0]*\}', built[0].read_bytes())
-    if found is None:
-        return text + "has no readable build record"
-    record = json.loads(found[0])
-    names = ("version", "torch", "torch_target", "cuda", "architectures")
-    return text + "was built as " + ", ".join(f"{name} {record.get(name)}" for name in names)
-
+if tuple(map(int, re.findall(r"\d+", str(torch.__version__))[:2])) < _OLDEST_TORCH:
+    raise ImportError(f"depthconv {__version__} needs torch >= 2.10, but here is torch {torch.__version__}.")
 
 try:
     from . import _C  # loads the operators that lie beside it
 except (ImportError, OSError) as error:
+    from ._load_failure import explain_load_failure
+
     raise ImportError(
         f"depthconv {__version__} could not load its native module under torch {torch.__version__} "
-        f"(CUDA {torch.version.cuda}) and Python {sys.version.split()[0]}: {_what_is_wrong(error)}; "
-        f"it needs torch >= 2.10 and a build for this Python."
+        f"(CUDA {torch.version.cuda}) and Python {sys.version.split()[0]}: {explain_load_failure(error)}"
     ) from error
 
 from .convert import ConversionReport, convert, unconvert
@@ -64,5 +52,5 @@ __all__ = [
 
 
 def build_info() -> dict[str, Any]:
-    """How this build was made (versions, architectures, flags), and the CPU instruction set picked on this machine."""
+    """How this build was made (versions, compilers, architectures, flags), and the CPU instruction set picked here."""
     return dict(_C.build_info())

@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     if kind not in ("cpu", "cuda"):
         parser.error(f"--device must be cpu, cuda or cuda:N, but got {device}")
     if kind == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {device}: this torch ({torch.__version__}) sees no CUDA device")
+        missing = "sees no CUDA device" + ("" if torch.version.cuda else ": it is built without CUDA")
+        parser.error(f"--device {device}: this torch ({torch.__version__}) {missing}")
     if kind == "cuda" and not build_info()["cuda"]:
         parser.error(f"--device {device}: this build of depthconv has no CUDA kernels ({build_info()['reason']})")
     if options.plot and "speed" not in (options.part or PARTS):
