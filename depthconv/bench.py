@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import DepthwiseConv2d, build_info, depthwise_conv2d, explain
+from . import DepthwiseConv2d, build_info, depthwise_conv2d, explain, models
 
 Pair = tuple[int, int]
 Call = Callable[[], Any]
@@ -708,6 +708,8 @@ def everything(
         result["means"] = means(result["speed"])
     if "host" in parts:
         result["host"] = host_costs(device, quick)
+    if "models" in parts:
+        result["models"] = models.run(device, quick, lambda items: progress(items, "models"))
     return result
 
 
@@ -746,4 +748,7 @@ def text(result: dict[str, Any]) -> str:
             for row in result["host"]
         ]
         parts.append(cells(table))
+    if "models" in result:
+        parts.append(cells(models.table(result["models"])))
+        parts += [f"{row['model']}: skipped, {row['skipped']}" for row in result["models"] if row["skipped"]]
     return "\n\n".join(parts)

@@ -14,7 +14,7 @@ import torch
 
 import depthconv
 from depthconv import __main__ as command
-from depthconv import _reference, bench
+from depthconv import _reference, bench, models
 
 TINY = [
     {"from": "rows", "x": [2, 4, 20, 16], "k": 3, "padding": [1, 0]},
@@ -235,6 +235,51 @@ def test_host_costs():
         for call in ("no gradient", "recording one", "forward + backward")
     }
     assert all(row["ratio"] == pytest.approx(row["depthconv_us"] / row["conv2d_us"]) for row in rows)
+
+
+# ---- Whole models
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small model that there is, and one that cannot be built."""
+
+    def missing() -> torch.nn.Module:
+        raise ImportError("No module named 'timm'")
+
+    block = models.Example("blocks", lambda: models.StripAttention(4), (4, 12, 10), (2, 2, 2))
+    monkeypatch.setattr(models, "EXAMPLES", (block, models.Example("missing", missing, (3, 8, 8), (1, 1, 1))))
+
+
+def test_models_are_timed_before_and_after(examples: None, device: str):
+    rows = models.run(device, quick=True)
+    assert [(row["model"], row["precision"]) for row in rows] == [
+        (name, precision) for name in ("blocks", "missing") for precision in ("float32", "bfloat16 autocast")
+    ]
+    for row in rows[:2]:
+        assert row["converted"] == 3 and row["skipped"] is None and row["size"] == [2, 4, 12, 10]
+        for what in ("inference_ms", "step_ms"):
+            assert set(row[what]) == {"conv2d", "depthconv"} and min(row[what].values()) > 0
+        peaks = row["step_mib"].values()
+        assert all(peak > 0 for peak in peaks) if device == "cuda" else set(peaks) == {None}
+    assert [row["skipped"] for row in rows[2:]] == ["No module named 'timm'"] * 2
+    cells = models.table(rows)
+    assert len({len(line) for line in cells}) == 1 and len(cells) == 5
+    assert cells[1][:4] == ["blocks", "2x4x12x10", "float32", "3"] and cells[4][3] == "skipped"
+
+
+def test_strip_attention_is_the_same_after_conversion():
+    block = models.StripAttention(4).eval()
+    x = torch.randn(2, 4, 12, 10)
+    expected = block(x)
+    assert len(depthconv.convert(block).swapped) == 3
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_command_times_models(examples: None, capsys: pytest.CaptureFixture[str]):
+    assert command.main(["--device", "cpu", "--quick", "--part", "models"]) == 0
+    text = capsys.readouterr().out
+    assert "missing: skipped, No module named 'timm'" in text and "bfloat16 autocast" in text
 
 
 # ---- The check
