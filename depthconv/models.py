@@ -46,7 +46,8 @@ class StripAttention(nn.Module):
         value = F.gelu(self.enter(self.norm(x)))
         near = self.near(value)
         attention = sum((strip(near) for strip in self.strips), near)
-        return x + self.leave(self.mix(attention) * value)
+        y: Tensor = x + self.leave(self.mix(attention) * value)
+        return y
 
 
 def inception_next() -> nn.Module:

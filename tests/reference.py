@@ -201,12 +201,13 @@ def long_sum_bound(want: Tensor, terms: int, size_of_term: float, dtype: torch.d
 
     33.6 u is 2e-6 in float32: 2e-6 * sqrt(N * H_out * W_out) * rms(x) * rms(dy) for dw, rms(dy) alone for db. A plain
     float32 running sum misses it from some 10^4 terms on. The square root takes roundings for random; terms that are
-    alike (an expanded dy) are rounded alike, and get what partial sums of 64 equal terms may err, 32 * u * |result|.
-    So does float64, which has no wider type to sum in, and in which this reference sums as well.
+    alike (an expanded dy) are rounded alike, and get what partial sums of 64 equal terms may err: 32 u times the sum of
+    the terms' absolute values, which is at most terms * size_of_term. So does float64, which has no wider type to sum
+    in, and in which this reference sums as well.
     """
     unit = 2e-6 * SUM_ROUNDOFF[dtype] / SUM_ROUNDOFF[torch.float32]
     systematic = 32 * SUM_ROUNDOFF[dtype] if alike or dtype == torch.float64 else 0.0
-    return rounding(want, dtype) + want.abs() * systematic + unit * math.sqrt(terms) * size_of_term
+    return rounding(want, dtype) + (systematic * terms + unit * math.sqrt(terms)) * size_of_term
 
 
 def expanded(tensor: Tensor) -> bool:

@@ -253,10 +253,11 @@ def package_in(folder: Path) -> Path:
 
 def failing_import(package: Path, *paths: Path) -> str:
     """The last line of what `import depthconv` prints."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, package.parent]))}
-    done = subprocess.run(
-        [sys.executable, "-c", "import depthconv"], capture_output=True, text=True, env=environment, cwd=package.parent
-    )
+    # Without site, since the finder of an editable install would find the files that the package here lacks.
+    paths = (*paths, package.parent, Path(torch.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-S", "-c", "import depthconv"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=package.parent)
     assert done.returncode == 1, done.stderr
     return done.stderr.strip().splitlines()[-1]
 
