@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         default="conv2d",
         help="all: also cuDNN, channels_last and torch.compile of the shifted sum",
     )
-    parser.add_argument("--part", action="append", choices=PARTS + EXTRA_PARTS, help=f"repeatable; default: {', '.join(PARTS)}")
+    parts = f"repeatable; default: {', '.join(PARTS)}"
+    parser.add_argument("--part", action="append", choices=PARTS + EXTRA_PARTS, help=parts)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, fewer checks; on the CPU smaller batches")
     parser.add_argument("--json", metavar="FILE", help="write all figures there; - for the standard output")
     parser.add_argument("--plot", metavar="FILE", help="draw the ratios as a PNG (needs matplotlib)")

@@ -181,6 +181,7 @@ def test_same_outputs_and_gradients(layout: torch.memory_format, models: tuple[n
     assert torch.equal(ours(x), theirs(x))
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # the context of mkldnn.flags asks about Intel GPUs
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 def test_half(
@@ -188,11 +189,12 @@ def test_half(
 ) -> None:
     """model.half(), model.bfloat16(): no farther from float64 than float16 and bfloat16 are."""
     theirs, ours, x = models
-    if device == "cpu" and isinstance(ours, EEGNet) and layout == torch.channels_last:
-        pytest.skip("PyTorch's own depthwise (1, 16) convolution in bfloat16 takes minutes there")
     exact = step(copy.deepcopy(theirs).double(), x.double())
     halves = ours.to(dtype=dtype, memory_format=layout)
-    errors = far(step(halves, x.to(dtype=dtype, memory_format=layout)), exact)
+    # oneDNN's own depthwise (1, 16) and (1, 21) convolutions of half types take minutes on some processors.
+    with torch.backends.mkldnn.flags(enabled=False):
+        found = step(halves, x.to(dtype=dtype, memory_format=layout))
+    errors = far(found, exact)
     limit = 0.02 if dtype == torch.float16 else 0.15
     assert errors["y"] < limit and all(error < 5 * limit for error in errors.values()), errors
 
