@@ -183,5 +183,6 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
         for what in ("inference_ms", "step_ms"):
             before, after = (row[what][name] for name in NAMES)
             line += [f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"]
-        cells.append(line + ["-" if row["step_mib"][name] is None else f"{row['step_mib'][name]:.0f}" for name in NAMES])
+        memory = [row["step_mib"][name] for name in NAMES]
+        cells.append(line + ["-" if mib is None else f"{mib:.0f}" for mib in memory])
     return cells

@@ -296,7 +296,11 @@ def test_check_passes(device: str):
 @pytest.mark.parametrize("wrong", [lambda y: y * (1 + 1e-4), lambda y: y * math.nan])
 def test_check_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch, wrong: object):
     right = depthconv.depthwise_conv2d
-    monkeypatch.setattr(depthconv, "depthwise_conv2d", lambda *arguments: wrong(right(*arguments)))  # type: ignore[operator]
+
+    def patched(*arguments: object) -> torch.Tensor:
+        return wrong(right(*arguments))  # type: ignore[operator]
+
+    monkeypatch.setattr(depthconv, "depthwise_conv2d", patched)
     rows = _reference.check("cpu", [torch.float32], count=0, seed=1)
     assert not any(row["passed"] for row in rows if row["result"] == "y")
 

@@ -74,7 +74,11 @@ BFLOAT16 = [
     ("flat", 8, ["one_pass_flat", "reduce"]),
     ("flat", 8, ["one_pass", "reduce"]),
 ]
-PINNED = [(line, dtype, pin) for dtype, pins in (("float32", FLOAT32), ("bfloat16", BFLOAT16)) for line, pin in zip(SHAPES, pins, strict=True)]
+PINNED = [
+    (line, dtype, pin)
+    for dtype, pins in (("float32", FLOAT32), ("bfloat16", BFLOAT16))
+    for line, pin in zip(SHAPES, pins, strict=True)
+]
 
 
 def contiguous(size: list[int]) -> list[int]:
@@ -91,7 +95,12 @@ def plan(direction: str, x: list[int], k: int, **options: Any) -> dict[str, Any]
     options.setdefault("input_stride", contiguous(x))
     options.setdefault("input_offset_bytes", 0)
     return _C.plan(
-        direction=direction, device="cuda", input_size=x, weight_size=weight, weight_stride=contiguous(weight), **options
+        direction=direction,
+        device="cuda",
+        input_size=x,
+        weight_size=weight,
+        weight_stride=contiguous(weight),
+        **options,
     )
 
 
@@ -116,7 +125,8 @@ def test_vectors_need_alignment(dtype: str, width: int) -> None:
     x, size = [2, 4, 8, 64], {"float32": 4, "float64": 8}.get(dtype, 2)
     aligned = dict(padding=[1, 0], dtype=dtype)
     assert plan("forward", x, 3, **aligned)["vector_width"] == width
-    assert plan("forward", x, 3, **aligned, input_offset_bytes=size, input_stride=[4096, 1024, 128, 1])["vector_width"] == 1
+    shifted = plan("forward", x, 3, **aligned, input_offset_bytes=size, input_stride=[4096, 1024, 128, 1])
+    assert shifted["vector_width"] == 1
     gap = [4 * 8 * 65, 8 * 65, 65, 1]
     assert plan("forward", x, 3, **aligned, input_stride=gap)["vector_width"] == 1
     assert plan("forward", x, 3, padding=[1, 1], dtype=dtype)["vector_width"] == 1
@@ -144,7 +154,8 @@ def test_bank() -> None:
     ]:
         for multiplier in (1, 2, 32):
             found = plan("forward", [64, 8, 22, width], 22, multiplier=multiplier, dtype=dtype)
-            assert (found["kernel"], found["vector_width"]) == ("bank", min(expected, 4) if multiplier > 2 else expected)
+            width_of_bank = min(expected, 4) if multiplier > 2 else expected
+            assert (found["kernel"], found["vector_width"]) == ("bank", width_of_bank)
     assert plan("forward", [64, 8, 22, 1000], 22, dtype="float64")["kernel"] == "rows"
     assert plan("forward", [64, 8, 22, 15], 22)["kernel"] != "bank"
     assert plan("forward", [64, 8, 26, 1000], 22)["kernel"] != "bank"
