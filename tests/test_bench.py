@@ -6,11 +6,14 @@ import json
 import math
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import depthconv
 from depthconv import __main__ as command
@@ -294,11 +297,11 @@ def test_check_passes(device: str):
 
 
 @pytest.mark.parametrize("wrong", [lambda y: y * (1 + 1e-4), lambda y: y * math.nan])
-def test_check_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch, wrong: object):
+def test_check_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Tensor], Tensor]):
     right = depthconv.depthwise_conv2d
 
-    def patched(*arguments: object) -> torch.Tensor:
-        return wrong(right(*arguments))  # type: ignore[operator]
+    def patched(*arguments: Any) -> Tensor:
+        return wrong(right(*arguments))
 
     monkeypatch.setattr(depthconv, "depthwise_conv2d", patched)
     rows = _reference.check("cpu", [torch.float32], count=0, seed=1)
