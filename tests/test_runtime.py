@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import reference
@@ -329,3 +331,25 @@ def test_graph_replayed_on_new_data(name: str, layout: str, path: str, cuda: str
         graph.replay()
         reference.check_forward(y.detach(), new.x, new.weight, new.bias, *problem.geometry)
         reference.check_backward(grads, new.dy, new.x, new.weight, *problem.geometry)
+
+
+def mapping_flags(tensor: Tensor) -> set[str]:
+    """The flags that Linux keeps for the mapping in which a CPU tensor's middle lies."""
+    middle, inside = tensor.data_ptr() + tensor.numel() * tensor.element_size() // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= middle < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(f"no mapping holds address {middle:#x}")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_large_results_on_the_cpu_ask_for_huge_pages() -> None:
+    x = torch.randn(3, 4, 1024, 1024, requires_grad=True)  # 48 MB
+    weight = torch.randn(4, 1, 3, 1)
+    y = depthconv.depthwise_conv2d(x, weight, padding=(1, 0))
+    assert "hg" in mapping_flags(y)  # MADV_HUGEPAGE
+    (grad_input,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert "hg" in mapping_flags(grad_input)
+    assert "hg" not in mapping_flags(x.detach().clone())

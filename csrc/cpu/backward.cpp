@@ -71,12 +71,13 @@ void backward(const BackwardArguments& arguments) {
     job.input = dense_copy(job.input, in, dtype, job.channels_last, &input_copy);
   Operand wanted = arguments.grad_input;
   if (wanted.data) {
+    prefer_huge_pages(wanted.data, g.N * g.C * g.H * g.W * element_size(dtype));
     if (columns.count() < g.W) zero_all(wanted, g, dtype);  // some columns reach no output
     wanted.data = advance(wanted.data, dtype, columns.first * wanted.stride.w);
     wanted.stride.w *= columns.step;
     job.grad_input = wanted;
     if (!suits(wanted, in, job.channels_last)) {
-      grad_copy.reset(new char[in.N * in.C * in.H * in.W * element_size(dtype)]);
+      grad_copy = fresh_memory(in.N * in.C * in.H * in.W * element_size(dtype));
       job.grad_input = dense(grad_copy.get(), in, job.channels_last);
     }
   }

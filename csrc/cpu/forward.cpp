@@ -30,6 +30,7 @@ void forward(const ForwardArguments& arguments) {
   const Geometry& g = arguments.geometry;
   const Dtype dtype = arguments.dtype;
   const Columns columns = absorb_width(g);
+  prefer_huge_pages(arguments.output.data, g.N * g.C_out() * g.H_out * g.W_out * element_size(dtype));
   if (columns.count() < g.W_out) {
     switch (element_size(dtype)) {
       case 2: fill_padding(arguments, columns, static_cast<const uint16_t*>(arguments.bias.data)); break;
@@ -63,7 +64,7 @@ void forward(const ForwardArguments& arguments) {
     job.input = dense_copy(job.input, in, dtype, job.channels_last, &input_copy);
   const Operand wanted = job.output;
   if (output_last && !job.channels_last) {  // a channel multiplier: rows, then a transpose
-    output_copy.reset(new char[out.N * out.C * out.H * out.W * element_size(dtype)]);
+    output_copy = fresh_memory(out.N * out.C * out.H * out.W * element_size(dtype));
     job.output = dense(output_copy.get(), out, false);
   }
   job.flat = job.stride == 1 && (job.input.stride.h == job.W || g.H == 1) &&

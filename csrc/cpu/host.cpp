@@ -1,5 +1,9 @@
 #include "host.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <cmath>
 #include <cstdlib>
 #include <string>
@@ -103,6 +107,23 @@ bool suits(const Operand& operand, const Extent& extent, bool channels_last) {
   return extent.W > 1 ? stride.w == 1 : stride.h == 1 || extent.H == 1;
 }
 
+void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr int64_t least_mapped = 32 << 20;  // glibc's largest M_MMAP_THRESHOLD
+  constexpr uintptr_t page = 2 << 20;
+  if (bytes < least_mapped) return;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: a refusal changes nothing
+#endif
+}
+
+std::unique_ptr<char[]> fresh_memory(int64_t bytes) {
+  std::unique_ptr<char[]> memory(new char[bytes]);
+  prefer_huge_pages(memory.get(), bytes);
+  return memory;
+}
+
 Operand dense(void* data, const Extent& e, bool channels_last) {
   if (channels_last) return {data, {e.C * e.H * e.W, 1, e.C * e.W, e.C}};
   return {data, {e.C * e.H * e.W, e.H * e.W, e.W, 1}};
@@ -110,7 +131,7 @@ Operand dense(void* data, const Extent& e, bool channels_last) {
 
 Operand dense_copy(const Operand& from, const Extent& extent, Dtype dtype, bool channels_last,
                    std::unique_ptr<char[]>* memory) {
-  memory->reset(new char[extent.N * extent.C * extent.H * extent.W * element_size(dtype)]);
+  *memory = fresh_memory(extent.N * extent.C * extent.H * extent.W * element_size(dtype));
   const Operand to = dense(memory->get(), extent, channels_last);
   copy(to, from, extent, dtype);
   return to;

@@ -37,6 +37,11 @@ struct Extent {
 // the width is 1), along the channels for channels_last.
 bool suits(const Operand& operand, const Extent& extent, bool channels_last);
 
+// Large memory that is written whole asks for huge pages: 4 KB at a time, its first touch takes longer than the
+// convolution. Below the size from which the C library maps memory afresh at every call, pages are there already.
+void prefer_huge_pages(void* data, int64_t bytes);
+std::unique_ptr<char[]> fresh_memory(int64_t bytes);
+
 // A dense copy in the family's layout, in `memory`.
 Operand dense_copy(const Operand& from, const Extent& extent, Dtype dtype, bool channels_last,
                    std::unique_ptr<char[]>* memory);

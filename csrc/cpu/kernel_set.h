@@ -124,74 +124,104 @@ struct Convolution {
 
 enum class Tile { rows, filters };
 
+// Where vector v of a tile begins: vectors are neighbours, but for the last one, which may overlap others.
+template <typename T, int vectors>
+DEPTHCONV_INLINE int64_t vector_at(int v, int64_t last_at) {
+  return v < vectors - 1 ? v * lanes_of<T> : last_at;
+}
+
 // One step of the rows in [first, last): tap points at row 0's weight.
 template <int rows, int vectors, bool shared, bool full, typename T>
 DEPTHCONV_INLINE void convolve_step(Vec<T> (&sum)[rows][vectors], const T* input, const Sum<T>* tap, int64_t tap_row,
-                                    int first, int last, int lanes) {
-  constexpr int step = lanes_of<T>;
+                                    int first, int last, int64_t last_at, int lanes) {
   Vec<T> x[vectors];
-  DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v) x[v] = load<full>(input + v * step, lanes);
+  DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
+    x[v] = load<full>(input + vector_at<T, vectors>(v, last_at), lanes);
   DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
     if (r >= first && r < last) {
       DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
-        sum[r][v] = load_bits<Vec<T>>(tap + r * tap_row + (shared ? 0 : v * step)) * x[v] + sum[r][v];
+        sum[r][v] =
+            load_bits<Vec<T>>(tap + r * tap_row + (shared ? 0 : vector_at<T, vectors>(v, last_at))) * x[v] + sum[r][v];
     }
 }
 
-// `rows` by `vectors` outputs. With `shared` weights and bias all vectors use the same, else each its own.
+// `rows` by `vectors` outputs. With `shared` weights and bias all vectors use the same, else each its own. Where the
+// last vector overlaps others it holds the same values.
 template <Tile tile, int rows, int vectors, bool shared, bool full, typename T>
-DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t channel, T* output, int lanes) {
-  constexpr int step = lanes_of<T>, others = tile == Tile::rows ? rows - 1 : 0;
+DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t channel, T* output, int64_t last_at,
+                               int lanes) {
+  constexpr int others = tile == Tile::rows ? rows - 1 : 0;
   const int64_t tap_step = c.weight_step, tap_row = tile == Tile::rows ? -c.weight_step : c.filter_weight;
   Vec<T> sum[rows][vectors];
   DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
     DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
-      sum[r][v] = load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : v * step) +
+      sum[r][v] = load_bits<Vec<T>>(c.bias + channel + (shared ? 0 : vector_at<T, vectors>(v, last_at)) +
                                     (tile == Tile::rows ? 0 : r * c.filter_bias));
   const Sum<T>* tap = c.weight + channel + c.begin * tap_step;
   input += c.begin * c.input_step;
   int64_t j = c.begin;
   if (c.begin == 0 && c.end == c.taps + others) {  // nothing cut off: the first and last steps are triangles
     DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, ++j, input += c.input_step, tap += tap_step)
-      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, t + 1, lanes);
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, t + 1, last_at, lanes);
     for (; j < c.taps; ++j, input += c.input_step, tap += tap_step)
-      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, rows, lanes);
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, rows, last_at, lanes);
     DEPTHCONV_UNROLL for (int t = 0; t < others; ++t, input += c.input_step, tap += tap_step)
-      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, t + 1, rows, lanes);
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, t + 1, rows, last_at, lanes);
   } else {
     const int64_t inner_begin = clamp(others, c.begin, c.end), inner_end = clamp(c.taps, inner_begin, c.end);
     while (j < c.end) {
       if (j == inner_begin)  // steps of all rows
         for (; j < inner_end; ++j, input += c.input_step, tap += tap_step)
-          convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, rows, lanes);
+          convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, 0, rows, last_at, lanes);
       if (j >= c.end) break;
       const int first = static_cast<int>(greatest(0, j - c.taps + 1)), last = static_cast<int>(least(rows, j + 1));
-      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, first, last, lanes);
+      convolve_step<rows, vectors, shared, full>(sum, input, tap, tap_row, first, last, last_at, lanes);
       ++j, input += c.input_step, tap += tap_step;
     }
   }
   DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
     if (rows < 4 || r < c.stored) {
       DEPTHCONV_UNROLL for (int v = 0; v < vectors; ++v)
-        store<full>(output + r * c.output_step + v * step, sum[r][v], lanes);
+        store<full>(output + r * c.output_step + vector_at<T, vectors>(v, last_at), sum[r][v], lanes);
     }
 }
 
-// A tile over n neighbouring elements.
+// What the tile below this one will load and store first: rows of a plane end too soon for the hardware to follow.
+template <int rows, int elements, typename T>
+DEPTHCONV_INLINE void prefetch_below(const Convolution<T>& c, const T* input, const T* output) {
+  input += (c.begin + c.taps + rows - 1) * c.input_step;
+  output += rows * c.output_step;
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
+    DEPTHCONV_UNROLL for (int at = 0; at < elements; at += 64 / static_cast<int>(sizeof(T))) {
+      __builtin_prefetch(input + r * c.input_step + at);
+      __builtin_prefetch(output + r * c.output_step + at, 1);
+    }
+}
+
+// A tile over n neighbouring elements. Its last vector overlaps what comes before it rather than be masked.
 template <Tile tile, int rows, bool shared, typename T>
 void convolve_run(const Convolution<T>& c, const T* input, T* output, int64_t n) {
   constexpr int step = lanes_of<T>, wide = rows == 1 ? (shared ? 8 : 4) : 2;
+  if (n < step) return convolve<tile, rows, 1, shared, false>(c, input, 0, output, 0, static_cast<int>(n));
   int64_t at = 0;
-  for (; at + wide * step <= n; at += wide * step)
-    convolve<tile, rows, wide, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
+  for (; at + wide * step <= n; at += wide * step) {
+    if (tile == Tile::rows && rows > 1 && shared) prefetch_below<rows, wide * step>(c, input + at, output + at);
+    convolve<tile, rows, wide, shared, true>(c, input + at, shared ? 0 : at, output + at, (wide - 1) * step, step);
+  }
   if (wide == 8 && at + 4 * step <= n) {
-    convolve<tile, rows, 4, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
+    convolve<tile, rows, 4, shared, true>(c, input + at, shared ? 0 : at, output + at, 3 * step, step);
     at += 4 * step;
   }
-  for (; at + step <= n; at += step)
-    convolve<tile, rows, 1, shared, true>(c, input + at, shared ? 0 : at, output + at, step);
-  if (at < n)
-    convolve<tile, rows, 1, shared, false>(c, input + at, shared ? 0 : at, output + at, static_cast<int>(n - at));
+  if (at == n) return;
+  const int64_t channel = shared ? 0 : at, last_at = n - at - step;
+  input += at;
+  output += at;
+  if constexpr (wide > 2) {
+    if (last_at > 2 * step) return convolve<tile, rows, 4, shared, true>(c, input, channel, output, last_at, step);
+    if (last_at > step) return convolve<tile, rows, 3, shared, true>(c, input, channel, output, last_at, step);
+  }
+  if (last_at > 0) convolve<tile, rows, 2, shared, true>(c, input, channel, output, last_at, step);
+  else convolve<tile, rows, 1, shared, true>(c, input, channel, output, last_at, step);
 }
 
 template <Tile tile, bool shared, typename T>
@@ -500,14 +530,6 @@ DEPTHCONV_INLINE void backpropagate(const Backpropagation<T>& shared, const T* i
     dx[r] = Vec<T>{};
   }
   for (int64_t filter = 0; filter < b.filters; ++filter) {
-    if (b.single) {
-      const Vec<T> dy = load<full>(grad_output, lanes);
-      DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
-        Sum<T>* to = sum + (b.begin + r) * b.sum_step;
-        if (weight_wanted) store_bits(to, x[r] * dy + load_bits<Vec<T>>(to));
-        if (input_wanted) dx[r] = load_bits<Vec<T>>(weight + (b.begin + r) * b.weight_step) * dy + dx[r];
-      }
-    }
     for (int64_t k = b.begin; k < b.end; ++k) {
       if (k == b.all_begin && k < b.all_end) {
         const T* from = grad_output - k * b.output_step;
@@ -561,11 +583,44 @@ struct Place {
   T* grad_input;
 };
 
+// One vector of a tile whose rows meet one output row, each through a tap of its own: of every filter of the channel.
+template <int rows, Wanted wanted, bool shared, bool full, typename T>
+DEPTHCONV_INLINE void backpropagate_single(const Backpropagation<T>& tile, Place<T> p, int lanes) {
+  constexpr bool weight_wanted = wanted != Wanted::input, input_wanted = wanted != Wanted::weight;
+  const Backpropagation<T> b = tile;  // a copy that no store can alias
+  const int64_t weight_step = shared ? lanes_of<T> : b.weight_step, sum_step = shared ? lanes_of<T> : b.sum_step;
+  Vec<T> x[rows], dx[rows] = {};
+  DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
+    x[r] = weight_wanted ? load<full>(p.input + r * b.input_step, lanes) : Vec<T>{};
+  for (int64_t filter = 0; filter < b.filters; ++filter) {
+    const Vec<T> dy = load<full>(p.grad_output, lanes);
+    DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) {
+      if (weight_wanted) store_bits(p.sum + r * sum_step, x[r] * dy + load_bits<Vec<T>>(p.sum + r * sum_step));
+      if (input_wanted) dx[r] = load_bits<Vec<T>>(p.weight + r * weight_step) * dy + dx[r];
+    }
+    p.grad_output += b.filter_output;
+    p.weight += b.filter_weight;
+    p.sum += b.filter_sum;
+  }
+  if (input_wanted)
+    DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r) store<full>(p.grad_input + r * b.grad_step, dx[r], lanes);
+}
+
 // Up to flush_after vectors of a tile of rows. shared: the vectors have the same taps and sums (rows).
 template <int rows, Wanted wanted, bool flat, bool shared, typename T>
 void backpropagate_run(const Backpropagation<T>& b, const Place<T>& p, int64_t n) {
   constexpr int step = lanes_of<T>, across = flat ? rows * step : step;
   int64_t at = 0;
+  if (!flat && b.single) {
+    const auto place = [&](int64_t begin) -> Place<T> {
+      const int64_t sums = shared ? 0 : begin;
+      return {p.input + begin, p.grad_output + begin, p.weight + b.begin * b.weight_step + sums,
+              p.sum + b.begin * b.sum_step + sums, p.grad_input + begin};
+    };
+    for (; at + step <= n; at += step) backpropagate_single<rows, wanted, shared, true>(b, place(at), step);
+    if (at < n) backpropagate_single<rows, wanted, shared, false>(b, place(at), static_cast<int>(n - at));
+    return;
+  }
   for (; at + across <= n; at += across)
     backpropagate<rows, wanted, flat, true>(b, p.input + at, p.grad_output + at, p.weight + (shared ? 0 : at),
                                             p.sum + (shared ? 0 : at), p.grad_input + at, step);
@@ -704,8 +759,8 @@ void backward_tiles(const BackwardJob& job, Rows<T>& rows, int64_t row_begin, in
         if (alone) b.input_step = b.grad_step = step;
         place.input += i * job.input.stride.h;
         place.grad_input += i * job.grad_input.stride.h;
-        // With one output row no two rows add to the same sum.
-        const int terms = single ? 1 : count;
+        // With one output row no two rows add to the same sum: the first stands for all of them.
+        const int terms = !single ? count : i == row_begin ? 1 : 0;
         const int64_t piece = shared ? flush_after / (single ? 1 : most_rows) * step : rows.n;
         for (int64_t group = 0; group < rows.groups; ++group) {
           for (int64_t at = 0; at < rows.n; at += piece) {
