@@ -420,7 +420,7 @@ DEPTHCONV_INLINE TapRange taps_of_run(const Job& job, int64_t above, int64_t ele
 
 template <typename T>
 void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scratch) {
-  constexpr int step = lanes_of<T>;
+  constexpr int step = lanes_of<T>, line = 64 / static_cast<int>(sizeof(T));
   const int64_t planes = job.C * job.multiplier, elements = job.H * job.W, outputs = job.H_out * job.W;
   const int64_t above = job.padding * job.W, tap_step = job.dilation * job.W;
   Sum<T>* buffers = reinterpret_cast<Sum<T>*>(scratch);
@@ -440,10 +440,11 @@ void forward_padded(const ForwardJob& job, int64_t begin, int64_t end, char* scr
       if (co == planes) ++n, co = 0;
       const T* from = static_cast<const T*>(job.input.data) + n * job.input.stride.n +
                       quotient(co, job.multiplier) * job.input.stride.c;
+      output[i] = static_cast<T*>(job.output.data) + n * job.output.stride.n + co * job.output.stride.c;
+      for (int64_t at = 0; at < outputs; at += line) __builtin_prefetch(output[i] + at, 1);
       widen_run(from, elements, buffers + i * job.padded_size + above);
       weight[i] = static_cast<const Sum<T>*>(job.weight) + co * job.K;
       bias[i] = static_cast<const Sum<T>*>(job.bias)[co];
-      output[i] = static_cast<T*>(job.output.data) + n * job.output.stride.n + co * job.output.stride.c;
     }
     const int64_t most = apart == 1 ? 7 : 8;  // rows of a tile
     for (int64_t h = 0; tiles && h < job.H_out; h += most)
