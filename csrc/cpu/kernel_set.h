@@ -189,7 +189,7 @@ DEPTHCONV_INLINE void convolve(const Convolution<T>& c, const T* input, int64_t 
 // What the tile below this one will load and store first: rows of a plane end too soon for the hardware to follow.
 template <int rows, int elements, typename T>
 DEPTHCONV_INLINE void prefetch_below(const Convolution<T>& c, const T* input, const T* output) {
-  input += (c.begin + c.taps + rows - 1) * c.input_step;
+  input += (c.taps + rows - 1) * c.input_step;
   output += rows * c.output_step;
   DEPTHCONV_UNROLL for (int r = 0; r < rows; ++r)
     DEPTHCONV_UNROLL for (int at = 0; at < elements; at += 64 / static_cast<int>(sizeof(T))) {
